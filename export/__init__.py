@@ -1,0 +1,1 @@
+"""Torch module in, bundle out: ONNX export, graph passes, parity evidence."""

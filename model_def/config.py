@@ -1,0 +1,242 @@
+"""What a transformer is: frozen configuration records, one block record a layer, validated at construction.
+
+In: numbers and kinds. Out: immutable records that the module, the exporter and the runtime share. Torch-free;
+it does not read any checkpoint format (see `huggingface.py`, `gguf.py`).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphport.model_def.position_config import (
+    ConfigError,
+    DynamicScaling,
+    FrequencyFactors,
+    LearnedPosition,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryPosition,
+    SinusoidalPosition,
+    YarnScaling,
+    require_choice,
+    require_positive,
+)
+
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+NormKind = Literal["layer", "rms"]
+NormOrder = Literal["pre", "post", "sandwich"]
+HeadKind = Literal["tied", "separate", "none"]
+
+_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormConfig:
+    """LayerNorm or RMSNorm; `unit_offset` multiplies by 1 + weight (Gemma); `bias` is LayerNorm's."""
+
+    kind: NormKind = "rms"
+    epsilon: float = 1e-6
+    unit_offset: bool = False
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("norm kind", self.kind, ("layer", "rms"))
+        require_positive("norm epsilon", self.epsilon)
+        if self.kind == "rms" and self.bias:
+            raise ConfigError("an RMSNorm has no bias; use kind='layer' or bias=False")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """softmax(scale * Q K^T) V over heads; `window` w lets position i see (i-w, i]; order scale, cap, mask."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None
+    qk_norm: NormConfig | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    rotary: RotaryPosition | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            require_positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})")
+        for name in ("window", "softcap", "scale"):
+            if getattr(self, name) is not None:
+                require_positive(f"attention {name}", getattr(self, name))
+        if self.window is not None and not self.causal:
+            raise ConfigError(f"a sliding window ({self.window}) needs causal attention")
+        if self.rotary is not None:
+            self._check_rotary(self.rotary)
+
+    def _check_rotary(self, rotary: RotaryPosition) -> None:
+        rotary_dim = rotary.rotary_dim(self.head_dim)
+        if rotary_dim < 2 or rotary_dim % 2:
+            raise ConfigError(
+                f"head_dim ({self.head_dim}) x partial_factor ({rotary.partial_factor}) gives "
+                f"{rotary_dim} rotary dimensions; rotation needs an even number of at least 2"
+            )
+        scaling = rotary.scaling
+        lists: tuple[tuple[float, ...], ...] = ()
+        if isinstance(scaling, LongRopeScaling):
+            lists = (scaling.short_factor, scaling.long_factor)
+        elif isinstance(scaling, FrequencyFactors):
+            lists = (scaling.factors,)
+        for values in lists:
+            if len(values) != rotary_dim // 2:
+                raise ConfigError(
+                    f"{type(scaling).__name__} has {len(values)} factors; {rotary_dim} rotary dimensions "
+                    f"need {rotary_dim // 2}"
+                )
+
+    @property
+    def kind(self) -> Literal["multi-head", "grouped-query", "multi-query"]:
+        """The usual name for this relation of query heads to key/value heads."""
+        if self.num_kv_heads == self.num_heads:
+            return "multi-head"
+        return "multi-query" if self.num_kv_heads == 1 else "grouped-query"
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on Q K^T: `scale`, or 1/sqrt(head_dim)."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardConfig:
+    """down(activation(up(x))), or down(activation(gate(x)) * up(x)) when `gated`."""
+
+    width: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive("feed-forward width", self.width)
+        require_choice("activation", self.activation, _ACTIVATIONS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockConfig:
+    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x)))."""
+
+    attention: AttentionConfig
+    feed_forward: FeedForwardConfig
+    norm: NormConfig
+    norm_order: NormOrder = "pre"
+
+    def __post_init__(self) -> None:
+        require_choice("norm_order", self.norm_order, ("pre", "post", "sandwich"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerConfig:
+    """A stack of blocks between an embedding and (unless `head` is none) a vocabulary head.
+
+    `max_positions` is the longest total length the model was made for. `head` tied means that the head's matrix
+    is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    blocks: tuple[BlockConfig, ...]
+    position: LearnedPosition | SinusoidalPosition | None = None
+    embedding_scale: float = 1.0
+    final_norm: NormConfig | None = None
+    head: HeadKind = "tied"
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "max_positions", "embedding_scale", "logit_scale"):
+            require_positive(name, getattr(self, name))
+        if not self.blocks:
+            raise ConfigError("blocks is empty; a transformer needs at least one layer")
+        require_choice("head", self.head, ("tied", "separate", "none"))
+        if self.logit_softcap is not None:
+            require_positive("logit_softcap", self.logit_softcap)
+        if self.head == "none" and self.head_bias:
+            raise ConfigError("head_bias needs a head; head is 'none'")
+        if self.position is not None and self.position.max_positions < self.max_positions:
+            raise ConfigError(
+                f"the position table has {self.position.max_positions} rows, max_positions is "
+                f"{self.max_positions}; lower max_positions to the table"
+            )
+        if len({block.attention.causal for block in self.blocks}) != 1:
+            raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return len(self.blocks)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether positions see only earlier ones (a decoder, with a KV cache)."""
+        return self.blocks[0].attention.causal
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data; `from_dict` is its inverse."""
+        return _to_plain(self)  # type: ignore[no-any-return]  # a dataclass becomes a dict
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> "TransformerConfig":
+        """Rebuild a configuration from `to_dict`; raises ConfigError on unknown types or fields."""
+        config = _from_plain(data)
+        if not isinstance(config, TransformerConfig):
+            raise ConfigError(f"expected a TransformerConfig, got {type(config).__name__}")
+        return config
+
+
+_RECORDS = {
+    record.__name__: record
+    for record in (
+        LinearScaling,
+        DynamicScaling,
+        Llama3Scaling,
+        YarnScaling,
+        LongRopeScaling,
+        FrequencyFactors,
+        RotaryPosition,
+        LearnedPosition,
+        SinusoidalPosition,
+        NormConfig,
+        AttentionConfig,
+        FeedForwardConfig,
+        BlockConfig,
+        TransformerConfig,
+    )
+}
+
+
+def _to_plain(value: Any) -> Any:  # noqa: ANN401 - a tree of records, tuples and scalars
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    if isinstance(value, tuple):
+        return [_to_plain(item) for item in value]
+    return value
+
+
+def _from_plain(value: Any) -> Any:  # noqa: ANN401 - the inverse of _to_plain
+    if isinstance(value, list):
+        return tuple(_from_plain(item) for item in value)
+    if not isinstance(value, dict):
+        return value
+    fields = dict(value)
+    name = fields.pop("type", None)
+    if name not in _RECORDS:
+        raise ConfigError(f"unknown record type {name!r}; known: {', '.join(_RECORDS)}")
+    try:
+        return _RECORDS[name](**{key: _from_plain(item) for key, item in fields.items()})
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}") from error

@@ -1,0 +1,161 @@
+"""How a transformer knows order: rotary embedding and its scalings, learned and sinusoidal tables.
+
+In: numbers. Out: frozen records, validated at construction. Torch-free; the formulas stand in `positions.py`.
+"""
+
+from dataclasses import dataclass
+
+
+class ConfigError(ValueError):
+    """A configuration that no transformer can have; the message names the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023): every position is divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        require_positive("rotary scaling factor", self.factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicScaling:
+    """Dynamic NTK: beyond `original_max_positions` the base grows with the total length."""
+
+    factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        require_positive("rotary scaling factor", self.factor)
+        require_positive("original_max_positions", self.original_max_positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, a linear blend between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        require_positive("rotary scaling factor", self.factor)
+        require_positive("original_max_positions", self.original_max_positions)
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"low_freq_factor ({self.low_freq_factor}) must be positive and below "
+                f"high_freq_factor ({self.high_freq_factor})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023). `attention_factor` None means 0.1 ln(factor) + 1, or the mscale ratio if given."""
+
+    factor: float
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        require_positive("rotary scaling factor", self.factor)
+        require_positive("original_max_positions", self.original_max_positions)
+        if not self.beta_fast > self.beta_slow > 0:
+            raise ConfigError(f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}) > 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongRopeScaling:
+    """LongRoPE: one divisor a frequency, one list up to `original_max_positions` total positions, one beyond."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_positions: int
+    attention_factor: float
+
+    def __post_init__(self) -> None:
+        require_positive("original_max_positions", self.original_max_positions)
+        require_positive("attention_factor", self.attention_factor)
+        if len(self.short_factor) != len(self.long_factor):
+            raise ConfigError(
+                f"short_factor has {len(self.short_factor)} values, long_factor {len(self.long_factor)}; "
+                "both need one a rotary frequency"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrequencyFactors:
+    """One divisor a rotary frequency, as a GGUF `rope_freqs` tensor states them."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.factors or min(self.factors) <= 0:
+            raise ConfigError("frequency factors must be a non-empty list of positive numbers")
+
+
+RotaryScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyFactors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryPosition:
+    """Rotary embedding (Su et al. 2021) of the first `partial_factor` of each head.
+
+    `interleaved` pairs dimensions (2i, 2i+1); otherwise (i, i + rotary_dim/2).
+    """
+
+    theta: float
+    partial_factor: float = 1.0
+    interleaved: bool = False
+    scaling: RotaryScaling | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("rotary theta", self.theta)
+        if not 0 < self.partial_factor <= 1:
+            raise ConfigError(f"partial_factor ({self.partial_factor}) must lie in (0, 1]")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Number of leading dimensions of a head that rotate."""
+        return int(head_dim * self.partial_factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedPosition:
+    """A trained table added to the embeddings; row `offset` belongs to position 0 (OPT and BART use 2)."""
+
+    max_positions: int
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        require_positive("max_positions of the learned position table", self.max_positions)
+        if self.offset < 0:
+            raise ConfigError(f"position offset ({self.offset}) must not be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinusoidalPosition:
+    """Fixed sines and cosines added to the embeddings (Vaswani et al. 2017, section 3.5)."""
+
+    max_positions: int
+
+    def __post_init__(self) -> None:
+        require_positive("max_positions of the sinusoidal table", self.max_positions)
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise ConfigError unless `value` is a finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a positive number, got {value!r}")
+
+
+def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")

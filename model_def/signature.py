@@ -1,0 +1,192 @@
+"""Names, shapes and dtypes of a graph's inputs and outputs, and the manifest that travels with a bundle.
+
+In: a configuration. Out: `Signature`, `Manifest` and their JSON. The only place that knows these names; it reads
+no graph and opens no session.
+
+Symbolic dimensions: `batch` rows, `sequence` new tokens a row, `capacity` tokens the cache has room for, `rows`
+hidden states asked for.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from graphport.model_def.config import TransformerConfig
+
+DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
+
+MANIFEST_FORMAT = 1
+
+MANIFEST_FILE = "manifest.json"
+GRAPH_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+TOKENIZER_FILE = "tokenizer.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+FUSIONS_FILE = "fusions.json"
+CERTIFICATE_FILE = "certificate.json"
+
+INPUT_IDS = "input_ids"
+SEQLENS_K = "seqlens_k"
+TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+LOGITS_ROWS = "logits_rows"
+LOGITS = "logits"
+
+
+class ManifestError(ValueError):
+    """A manifest that is missing, torn, newer than this version or of another kind."""
+
+
+def past_key(layer: int) -> str:
+    """Input name of layer `layer`'s key cache before the step."""
+    return f"past_key_values.{layer}.key"
+
+
+def past_value(layer: int) -> str:
+    """Input name of layer `layer`'s value cache before the step."""
+    return f"past_key_values.{layer}.value"
+
+
+def present_key(layer: int) -> str:
+    """Output name of layer `layer`'s key cache after the step (the same buffer as the input)."""
+    return f"present.{layer}.key"
+
+
+def present_value(layer: int) -> str:
+    """Output name of layer `layer`'s value cache after the step (the same buffer as the input)."""
+    return f"present.{layer}.value"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One graph input or output; a `str` in `shape` is a symbolic dimension."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """Inputs and outputs of a graph, in graph order."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32") -> Signature:
+    """Inputs and outputs of a decoder step.
+
+    `input_ids` int64 [batch, sequence]; `seqlens_k` int32 [batch], tokens of the row after the step minus one;
+    `total_sequence_length` int32 scalar, an upper bound of the rows' lengths after the step, equal to `sequence`
+    exactly when nothing is cached yet; `logits_rows` int64 [rows], indices into the flattened [batch * sequence]
+    hidden states; caches [batch, kv_heads, capacity, head_dim]. `logits` float32 [rows, vocab].
+    (The contract of ONNX Runtime's GroupQueryAttention with a static cache.)
+    """
+    inputs = [
+        TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
+        TensorSpec(name=SEQLENS_K, dtype="int32", shape=("batch",)),
+        TensorSpec(name=TOTAL_SEQUENCE_LENGTH, dtype="int32", shape=()),
+        TensorSpec(name=LOGITS_ROWS, dtype="int64", shape=("rows",)),
+    ]
+    outputs = [TensorSpec(name=LOGITS, dtype="float32", shape=("rows", config.vocab_size))]
+    for layer, block in enumerate(config.blocks):
+        shape = ("batch", block.attention.num_kv_heads, "capacity", block.attention.head_dim)
+        for name in (past_key(layer), past_value(layer)):
+            inputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
+        for name in (present_key(layer), present_value(layer)):
+            outputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hex) of one file of a bundle."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What the checkpoint says about starting and ending text.
+
+    `eos_token_ids` is the union over generation config, tokenizer and config.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a bundle is: everything the runtime needs besides the graph, weights and tokenizer files.
+
+    `max_length` is the longest total length (prompt + new tokens) the graph can serve. `source` describes where the
+    weights came from (format, name, SHA-256).
+    """
+
+    graphport_version: str
+    kind: Literal["decoder"]
+    target: str
+    precision: str
+    max_length: int
+    config: TransformerConfig
+    signature: Signature
+    generation: GenerationDefaults
+    source: dict[str, str]
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        plain = dataclasses.asdict(self)
+        plain["config"] = self.config.to_dict()
+        return json.dumps({"format": MANIFEST_FORMAT, **plain}, indent=1)
+
+    @property
+    def cache_dtype(self) -> DType:
+        """Element type of the KV cache buffers."""
+        return next(spec.dtype for spec in self.signature.inputs if spec.name == past_key(0))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read `folder/manifest.json`.
+
+    Raises ManifestError when the folder is no bundle, the file is torn, or its format is not this version's.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise ManifestError(
+            f"{folder} is no graphport bundle: it has no {MANIFEST_FILE}; make one with `graphport export`"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        written = data.pop("format")
+        if written != MANIFEST_FORMAT:
+            raise ManifestError(
+                f"{path} has format {written}, this graphport reads {MANIFEST_FORMAT}; export the bundle again"
+            )
+        return _manifest(data)
+    except ManifestError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path} is damaged ({error}); export the bundle again") from error
+
+
+def _manifest(data: dict[str, Any]) -> Manifest:
+    signature = data.pop("signature")
+    generation = data.pop("generation")
+    generation["eos_token_ids"] = tuple(generation["eos_token_ids"])
+    return Manifest(
+        config=TransformerConfig.from_dict(data.pop("config")),
+        signature=Signature(inputs=_specs(signature["inputs"]), outputs=_specs(signature["outputs"])),
+        generation=GenerationDefaults(**generation),
+        files={name: FileRecord(**record) for name, record in data.pop("files").items()},
+        **data,
+    )
+
+
+def _specs(specs: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name=spec["name"], dtype=spec["dtype"], shape=tuple(spec["shape"])) for spec in specs)
