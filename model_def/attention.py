@@ -1,0 +1,125 @@
+"""Multi-head, grouped-query and multi-query attention as a module, over whole texts or over a cache.
+
+In: activations [B, S, W]. Out: activations [B, S, W], and the caches on the cached path. Holds the projections;
+the formula stands in `ops.py`.
+
+Shapes: `B` rows, `S` tokens, `W` width, `N` query heads, `K` key/value heads, `H` head size, `C` cache capacity.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from graphport.model_def.config import AttentionConfig
+from graphport.model_def.norms import Norm
+from graphport.model_def.ops import attend, cached_attention, join_heads, split_heads
+from graphport.model_def.positions import rotate
+
+
+class CacheStep(NamedTuple):
+    """What one cached step says of its rows; see `signature.decoder_signature`."""
+
+    seqlens_k: Tensor
+    total_sequence_length: Tensor
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines [P, D/2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Attention(nn.Module):
+    """softmax(scale * Q K^T) V with heads split and joined, optional rotary, q/k norm, window, cap and biases."""
+
+    def __init__(self, config: AttentionConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.config = config
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = nn.Linear(hidden_size, width, bias=config.qkv_bias)
+        self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
+        self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
+        self.output = nn.Linear(width, hidden_size, bias=config.output_bias)
+        self.query_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
+        self.key_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        tables: RotaryTables | None = None,
+        padding: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Attention within whole texts x [B, S, W], positions 0 .. S-1.
+
+        `padding` bool [B, S] is True at real tokens; `bias` float broadcasts to [B, N, S, S].
+        """
+        config = self.config
+        query, key, value = self._project(x)
+        queries, keys = split_heads(query, config.num_heads), split_heads(key, config.num_kv_heads)
+        if tables is not None:
+            queries = rotate(queries, *tables, interleaved=self._is_interleaved())
+            keys = rotate(keys, *tables, interleaved=self._is_interleaved())
+        attended = attend(
+            queries,
+            keys,
+            split_heads(value, config.num_kv_heads),
+            visible=self._visible(x.shape[1], padding),
+            bias=bias,
+            scale=config.softmax_scale,
+            softcap=config.softcap or 0.0,
+        )
+        output: Tensor = self.output(join_heads(attended))
+        return output
+
+    def step(
+        self, x: Tensor, past_key: Tensor, past_value: Tensor, step: CacheStep, tables: RotaryTables | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """New tokens x [B, S, W] over caches [B, K, C, H]; returns [B, S, W] and the caches after the step."""
+        config = self.config
+        query, key, value = self._project(x)
+        attended, present_key, present_value = cached_attention(
+            query,
+            key,
+            value,
+            past_key,
+            past_value,
+            step.seqlens_k,
+            step.total_sequence_length,
+            tables.cos if tables else None,
+            tables.sin if tables else None,
+            config.num_heads,
+            config.num_kv_heads,
+            config.softmax_scale,
+            config.softcap or 0.0,
+            config.window or -1,
+            self._is_interleaved(),
+        )
+        return self.output(attended), present_key, present_value
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            head = (*x.shape[:2], -1, self.config.head_dim)
+            query = self.query_norm(query.reshape(head)).flatten(-2)
+            key = self.key_norm(key.reshape(head)).flatten(-2)
+        return query, key, value
+
+    def _visible(self, length: int, padding: Tensor | None) -> Tensor | None:
+        """Bool mask that broadcasts to [B, N, S, S], or None when every position sees every other."""
+        visible = None
+        if self.config.causal:
+            position = torch.arange(length)
+            visible = position[None, :] <= position[:, None]
+            if self.config.window is not None:
+                visible = visible & (position[None, :] > position[:, None] - self.config.window)
+        if padding is not None:
+            real = padding[:, None, None, :]
+            visible = real if visible is None else visible & real
+        return visible
+
+    def _is_interleaved(self) -> bool:
+        return self.config.rotary is not None and self.config.rotary.interleaved

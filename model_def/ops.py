@@ -1,0 +1,161 @@
+"""The fused ops as PyTorch sees them: schema, fake kernel and eager reference of each.
+
+In: tensors. Out: tensors. The ONNX side (node, function body, kernels) stands in `export/translations.py`.
+
+Shapes: `B` rows, `S` new tokens, `N` query heads, `K` key/value heads, `H` head size, `C` cache capacity,
+`P` rotary table positions, `D` rotary dimensions.
+"""
+
+import torch
+from torch import Tensor
+
+from graphport.model_def.positions import rotate
+
+
+@torch.library.custom_op("graphport::rms_norm", mutates_args=())
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, statistics in float32.
+
+    x [..., W], weight [W]; returns x's shape and dtype. (Zhang and Sennrich 2019, equation 4.)
+    """
+    wide = x.to(torch.float32)
+    normal = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
+    return (normal * weight.to(torch.float32)).to(x.dtype)
+
+
+@rms_norm.register_fake
+def _(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("graphport::cached_attention", mutates_args=())
+def cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of new tokens over a cache that they are first written into.
+
+    query [B, S, N*H]; key, value [B, S, K*H]; past_key, past_value [B, K, C, H]; seqlens_k int32 [B], a row's
+    tokens after the step minus one; total_sequence_length int32 scalar, equal to S exactly when nothing is cached;
+    cos, sin [P, D/2] or None. softcap 0 is off; window -1 is off, else position i sees (i - window, i].
+    Returns the heads joined [B, S, N*H] and the caches after the step [B, K, C, H].
+    Semantics of ONNX Runtime's GroupQueryAttention with a static cache; rows beyond a row's length are unspecified
+    there and attend like the others here.
+    """
+    num_new, capacity = query.shape[1], past_key.shape[2]
+    past = past_lengths(seqlens_k, total_sequence_length, num_new)  # [B]
+    positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
+    queries = split_heads(query, num_heads)  # [B, N, S, H]
+    keys = split_heads(key, num_kv_heads)
+    if cos is not None and sin is not None:
+        cos_rows, sin_rows = cos[positions][:, None], sin[positions][:, None]  # [B, 1, S, D/2]
+        queries = rotate(queries, cos_rows, sin_rows, interleaved=interleaved)
+        keys = rotate(keys, cos_rows, sin_rows, interleaved=interleaved)
+    present_key = _write(past_key, keys, past)
+    present_value = _write(past_value, split_heads(value, num_kv_heads), past)
+
+    column = torch.arange(capacity, device=past.device)
+    visible = column <= positions[:, :, None]  # [B, S, C]
+    if window > 0:
+        visible = visible & (column > positions[:, :, None] - window)
+    # what lies beyond the text may be anything, NaN included: it must not reach a product with weight 0
+    written = (column <= positions[:, -1:])[:, None, :, None]
+    attended = attend(
+        queries,
+        present_key.where(written, 0),
+        present_value.where(written, 0),
+        visible=visible[:, None],
+        bias=None,
+        scale=scale,
+        softcap=softcap,
+    )
+    return join_heads(attended), present_key, present_value
+
+
+@cached_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(past_key), torch.empty_like(past_value)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    visible: Tensor | None,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """softmax(cap(scale * Q K^T) + bias, masked) V for queries [B, N, S, H], keys and values [B, K, T, H].
+
+    `visible` bool and `bias` float broadcast to [B, N, S, T]. Order: scale, cap, bias, mask, softmax. A row that sees
+    nothing gives 0. Statistics in float32. (Vaswani et al. 2017, equation 1; the cap is Gemma 2's.)
+    """
+    group = queries.shape[1] // keys.shape[1]
+    keys = keys.repeat_interleave(group, dim=1)
+    values = values.repeat_interleave(group, dim=1)
+    scores = (queries @ keys.transpose(-1, -2)).to(torch.float32) * scale  # [B, N, S, T]
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    weights = torch.softmax(scores, dim=-1)
+    # a row of -inf alone has no softmax: it attends to nothing
+    weights = weights.masked_fill((scores == float("-inf")).all(dim=-1, keepdim=True), 0.0)
+    return weights.to(values.dtype) @ values
+
+
+def past_lengths(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int) -> Tensor:
+    """Tokens cached before the step [B]: 0 on the first prompt (total == num_new), else length - num_new."""
+    return torch.where(total_sequence_length == num_new, 0, seqlens_k + 1 - num_new).to(torch.int64)
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """[B, S, N*H] to [B, N, S, H]."""
+    return x.reshape(*x.shape[:2], num_heads, x.shape[-1] // num_heads).transpose(1, 2)
+
+
+def join_heads(x: Tensor) -> Tensor:
+    """[B, N, S, H] to [B, S, N*H]."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def _write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
+    """The cache [B, K, C, H] with `new` [B, K, S, H] at positions past .. past + S."""
+    num_new = new.shape[2]
+    source = torch.arange(cache.shape[2], device=past.device) - past[:, None]  # [B, C]: row of `new` for each slot
+    fresh = (source >= 0) & (source < num_new)
+    index = source.clamp(0, num_new - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+    return torch.where(fresh[:, None, :, None], new.gather(2, index), cache)

@@ -1,0 +1,216 @@
+"""The transformer: embedding, blocks, head; over whole texts, or a step at a time over a cache.
+
+In: token ids. Out: logits (hidden states where there is no head). Reads no checkpoint and knows no ONNX.
+
+Shapes: `B` rows, `S` tokens, `W` hidden size, `V` vocabulary, `R` rows of logits asked for, `C` cache capacity.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from graphport.model_def.attention import Attention, CacheStep, RotaryTables
+from graphport.model_def.config import BlockConfig, TransformerConfig
+from graphport.model_def.feed_forward import FeedForward
+from graphport.model_def.norms import Norm
+from graphport.model_def.ops import past_lengths
+from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition
+from graphport.model_def.positions import length_switch, rotary_tables, sinusoidal_table
+
+
+class Block(nn.Module):
+    """Attention and feed-forward with residuals and norms in the order the config states."""
+
+    def __init__(self, config: BlockConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.norm_order = config.norm_order
+        is_sandwich = config.norm_order == "sandwich"
+        self.attention_norm = Norm(config.norm, hidden_size)
+        self.attention = Attention(config.attention, hidden_size)
+        self.attention_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
+        self.feed_forward_norm = Norm(config.norm, hidden_size)
+        self.feed_forward = FeedForward(config.feed_forward, hidden_size)
+        self.feed_forward_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
+
+    def before_attention(self, x: Tensor) -> Tensor:
+        """What attention reads, x [B, S, W]."""
+        return x if self.norm_order == "post" else self.attention_norm(x)
+
+    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The rest of the block, given the residual stream x and the attention's output [B, S, W]."""
+        if self.norm_order == "post":
+            x = self.attention_norm(x + attended)
+            normal: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
+            return normal
+        if self.attention_output_norm is not None:
+            attended = self.attention_output_norm(attended)
+        x = x + attended
+        hidden = self.feed_forward(self.feed_forward_norm(x))
+        if self.feed_forward_output_norm is not None:
+            hidden = self.feed_forward_output_norm(hidden)
+        output: Tensor = x + hidden
+        return output
+
+
+class Transformer(nn.Module):
+    """The stack that a TransformerConfig describes; `forward` is the eager reference for whole texts."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position: nn.Embedding | None = None
+        if isinstance(config.position, LearnedPosition):
+            rows = config.position.max_positions + config.position.offset
+            self.position = nn.Embedding(rows, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
+        self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.head: Head | None = Head(config) if config.head != "none" else None
+
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
+
+        `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S].
+        """
+        length = input_ids.shape[1]
+        x = self.embed(input_ids, torch.arange(length))
+        for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
+            attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
+            x = block.after_attention(x, attended)
+        return self.read_out(x)
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, typed."""
+        return cast("list[Block]", list(self.blocks))
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Ids [B, S] at `positions` [S] or [B, S] to the residual stream [B, S, W]."""
+        x = self.embedding(input_ids)
+        if self.config.embedding_scale != 1.0:
+            # the factor is rounded to the weights' precision, as the checkpoints were trained
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        if self.position is not None and isinstance(self.config.position, LearnedPosition):
+            x = x + self.position(positions + self.config.position.offset)
+        elif isinstance(self.config.position, SinusoidalPosition):
+            table = sinusoidal_table(self.config.position.max_positions, self.config.hidden_size)
+            x = x + table[positions]
+        return x  # type: ignore[no-any-return]  # nn.Module returns Any
+
+    def read_out(self, x: Tensor) -> Tensor:
+        """The residual stream [..., W] to logits [..., V], or to hidden states without a head."""
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if self.head is None else self.head(x, self.embedding.weight)
+
+    def rotary_tables(self, num_positions: int, total_length: int) -> list[RotaryTables | None]:
+        """One pair of tables a layer; layers with equal settings share theirs."""
+        made: dict[object, RotaryTables] = {}
+        tables: list[RotaryTables | None] = []
+        for block in self.config.blocks:
+            rotary, head_dim = block.attention.rotary, block.attention.head_dim
+            if rotary is None:
+                tables.append(None)
+                continue
+            if (rotary, head_dim) not in made:
+                pair = rotary_tables(rotary, head_dim, num_positions=num_positions, total_length=total_length)
+                made[rotary, head_dim] = RotaryTables(*pair)
+            tables.append(made[rotary, head_dim])
+        return tables
+
+
+class Head(nn.Module):
+    """The vocabulary head: its own matrix or the embedding's, scale and cap."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.logit_scale, self.logit_softcap = config.logit_scale, config.logit_softcap
+        is_tied = config.head == "tied"
+        self.weight = None if is_tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=config.hidden_size**-0.5)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """X [..., W] to logits [..., V]."""
+        logits = nn.functional.linear(x, embedding if self.weight is None else self.weight, self.bias)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        return logits
+
+
+class CachedDecoder(nn.Module):
+    """A causal Transformer seen as one step over a KV cache: the module that is exported.
+
+    Raises ConfigError for bidirectional or headless configs, and when `max_length` crosses the length at which a
+    scaling changes its frequencies (cached keys would keep the old ones).
+    """
+
+    def __init__(self, model: Transformer, *, max_length: int) -> None:
+        super().__init__()
+        check_can_decode(model.config, max_length)
+        self.model = model
+        self.max_length = max_length
+        for layer, tables in enumerate(model.rotary_tables(max_length, max_length)):
+            if tables is not None:
+                self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
+                self.register_buffer(f"sin_{layer}", tables.sin, persistent=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        seqlens_k: Tensor,
+        total_sequence_length: Tensor,
+        logits_rows: Tensor,
+        past: list[Tensor],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """One step; shapes as in `signature.decoder_signature`, `past` key and value of layer 0, 1, ...
+
+        Returns logits [R, V] float32 and the caches after the step in the order of `past`.
+        """
+        num_new = input_ids.shape[1]
+        step = CacheStep(seqlens_k, total_sequence_length)
+        positions = past_lengths(seqlens_k, total_sequence_length, num_new)[:, None] + torch.arange(num_new)
+        x = self.model.embed(input_ids, positions)
+        present: list[Tensor] = []
+        for layer, block in enumerate(self.model.layers):
+            pair = past[2 * layer], past[2 * layer + 1]
+            attended, *caches = block.attention.step(block.before_attention(x), *pair, step, self._tables(layer))
+            x = block.after_attention(x, attended)
+            present += caches
+        hidden = x.flatten(0, 1)[logits_rows]  # [R, W]
+        return self.model.read_out(hidden).to(torch.float32), present
+
+    def _tables(self, layer: int) -> RotaryTables | None:
+        if self.model.config.blocks[layer].attention.rotary is None:
+            return None
+        return RotaryTables(self.get_buffer(f"cos_{layer}"), self.get_buffer(f"sin_{layer}"))
+
+
+def check_can_decode(config: TransformerConfig, max_length: int) -> None:
+    """Raise ConfigError unless `config` can be decoded with a cache up to `max_length` positions."""
+    if not config.is_causal or config.head == "none":
+        raise ConfigError("a cached decoder needs causal attention and a head; this config describes an encoder")
+    if not 1 <= max_length <= config.max_positions:
+        raise ConfigError(
+            f"max_length ({max_length}) must lie in 1 .. max_positions ({config.max_positions}); "
+            "choose it with --context"
+        )
+    for block in config.blocks:
+        switch = None if block.attention.rotary is None else length_switch(block.attention.rotary)
+        if switch is not None and max_length > switch:
+            kind = type(block.attention.rotary.scaling).__name__ if block.attention.rotary else ""
+            raise ConfigError(
+                f"{kind} changes its frequencies beyond {switch} positions, and keys cached before would keep the "
+                f"old ones; max_length is {max_length}: export with --context {switch} or less"
+            )
+
+
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that a Transformer of this config has."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
