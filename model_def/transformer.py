@@ -165,11 +165,12 @@ class CachedDecoder(nn.Module):
         seqlens_k: Tensor,
         total_sequence_length: Tensor,
         logits_rows: Tensor,
-        past: list[Tensor],
-    ) -> tuple[Tensor, list[Tensor]]:
+        *past: Tensor,
+    ) -> tuple[Tensor, ...]:
         """One step; shapes as in `signature.decoder_signature`, `past` key and value of layer 0, 1, ...
 
-        Returns logits [R, V] float32 and the caches after the step in the order of `past`.
+        Returns logits [R, V] float32 and the caches after the step in the order of `past`. After the last attention
+        only the rows asked for go on.
         """
         num_new = input_ids.shape[1]
         step = CacheStep(seqlens_k, total_sequence_length)
@@ -179,15 +180,21 @@ class CachedDecoder(nn.Module):
         for layer, block in enumerate(self.model.layers):
             pair = past[2 * layer], past[2 * layer + 1]
             attended, *caches = block.attention.step(block.before_attention(x), *pair, step, self._tables(layer))
-            x = block.after_attention(x, attended)
             present += caches
-        hidden = x.flatten(0, 1)[logits_rows]  # [R, W]
-        return self.model.read_out(hidden).to(torch.float32), present
+            if layer == self.model.config.num_layers - 1:
+                x, attended = _select_rows(x, logits_rows), _select_rows(attended, logits_rows)
+            x = block.after_attention(x, attended)
+        return self.model.read_out(x).to(torch.float32), *present
 
     def _tables(self, layer: int) -> RotaryTables | None:
         if self.model.config.blocks[layer].attention.rotary is None:
             return None
         return RotaryTables(self.get_buffer(f"cos_{layer}"), self.get_buffer(f"sin_{layer}"))
+
+
+def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows [R] of the flattened x [B, S, W], [R, W]."""
+    return x.reshape(-1, x.shape[-1]).index_select(0, rows)
 
 
 def check_can_decode(config: TransformerConfig, max_length: int) -> None:

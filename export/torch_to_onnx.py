@@ -1,0 +1,186 @@
+"""A torch module to an ONNX graph in which every axis that was declared dynamic is dynamic.
+
+In: a module and the specs of its inputs and outputs. Out: an onnx_ir model, opset 23, whose `graphport` nodes carry
+function bodies of standard ops. It optimises nothing (see `pipeline.py`) and writes no file (see `bundle.py`).
+"""
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import torch
+from torch import nn
+
+from graphport.export.portable_ops import DOMAIN, FUNCTIONS
+from graphport.export.translations import TRANSLATIONS
+from graphport.model_def.signature import Signature, TensorSpec
+
+OPSET = 23
+IR_VERSION = 10
+
+# torch.export reads an example size of 0 or 1 as a constant and equal sizes as one axis, so every symbolic
+# dimension gets a size of its own from here, whatever the caller would have chosen.
+_EXAMPLE_SIZES = (3, 5, 11, 7, 13, 17, 19, 23)
+
+
+class ExportError(ValueError):
+    """A module that cannot be exported as asked; the message names the axis or op."""
+
+
+def torch_to_onnx(module: nn.Module, signature: Signature) -> ir.Model:
+    """Trace `module`, called with one tensor an input of `signature` in order, to an ONNX model.
+
+    A `str` dimension of an input is dynamic and may be 0, 1 or more at run time; equal names are equal sizes.
+    The module runs in eval mode and has its modes back afterwards. Raises ExportError when an axis declared dynamic
+    froze, or when the module cannot be traced.
+    """
+    sizes = _example_sizes(signature.inputs)
+    examples = tuple(_example(spec, sizes) for spec in signature.inputs)
+    axes = _dynamic_axes(signature.inputs)
+    with _in_eval_mode(module), torch.no_grad(), _quiet_exporter():
+        try:
+            exported = torch.export.export(_Positional(module), examples, dynamic_shapes=(axes,), strict=False)
+        except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
+            raise ExportError(_explain(error, signature.inputs)) from error
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            opset_version=OPSET,
+            custom_translation_table=TRANSLATIONS,
+            optimize=False,
+            verbose=False,
+        )
+    if program is None:
+        raise ExportError(f"torch.onnx returned no program for {type(module).__name__}")
+    model = program.model
+    _name_values(model, signature)
+    _check_axes(model, signature)
+    _attach_functions(model)
+    model.ir_version = IR_VERSION
+    return model
+
+
+class _Positional(nn.Module):
+    """The module behind one variadic signature, so that any number of inputs has one shape of dynamic_shapes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> object:
+        return self.module(*inputs)
+
+
+def _example_sizes(specs: tuple[TensorSpec, ...]) -> dict[str, int]:
+    names = dict.fromkeys(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
+    if len(names) > len(_EXAMPLE_SIZES):
+        raise ExportError(f"{len(names)} dynamic dimensions ({', '.join(names)}); at most {len(_EXAMPLE_SIZES)}")
+    return dict(zip(names, _EXAMPLE_SIZES, strict=False))
+
+
+def _example(spec: TensorSpec, sizes: dict[str, int]) -> torch.Tensor:
+    shape = [sizes[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+
+
+def _dynamic_axes(specs: tuple[TensorSpec, ...]) -> tuple[dict[int, torch.export.Dim], ...]:
+    dims = {dim: torch.export.Dim(dim, min=0) for spec in specs for dim in spec.shape if isinstance(dim, str)}
+    return tuple({axis: dims[dim] for axis, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in specs)
+
+
+def _explain(error: Exception, specs: tuple[TensorSpec, ...]) -> str:
+    text = " ".join(str(error).split())
+    frozen = [
+        f"axis {axis} ({dim}) of {spec.name}"
+        for spec in specs
+        for axis, dim in enumerate(spec.shape)
+        if isinstance(dim, str) and (f"{dim} was inferred to be a constant" in text or f"({dim})" in text)
+    ]
+    if frozen:
+        return f"declared dynamic but frozen by the module: {', '.join(frozen)}; torch.export says: {text[:600]}"
+    return f"the module cannot be traced by torch.export: {text[:600]}"
+
+
+def _name_values(model: ir.Model, signature: Signature) -> None:
+    """Give graph inputs and outputs the signature's names; an output that is no node's own gets an Identity."""
+    graph = model.graph
+    if len(graph.inputs) != len(signature.inputs) or len(graph.outputs) != len(signature.outputs):
+        raise ExportError(
+            f"the module has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, the signature names "
+            f"{len(signature.inputs)} and {len(signature.outputs)}"
+        )
+    for value, spec in zip(graph.inputs, signature.inputs, strict=True):
+        value.name = spec.name
+    taken: set[ir.Value] = set()
+    for index, spec in enumerate(signature.outputs):
+        value = graph.outputs[index]
+        if value.producer() is None or value in taken:
+            node = ir.node("Identity", [value])
+            node.outputs[0].dtype, node.outputs[0].shape = value.dtype, value.shape
+            graph.append(node)
+            graph.outputs[index] = value = node.outputs[0]
+        taken.add(value)
+        value.name = spec.name
+
+
+def _check_axes(model: ir.Model, signature: Signature) -> None:
+    """Compare the graph's axes with the declared ones and give symbolic axes their declared names."""
+    frozen = []
+    renamed: dict[str, str] = {}
+    for value, spec in zip(model.graph.inputs, signature.inputs, strict=True):
+        for axis, (found, wanted) in enumerate(zip(value.shape or (), spec.shape, strict=True)):
+            if isinstance(wanted, str) and isinstance(found, int):
+                frozen.append(f"axis {axis} ({wanted}) of {spec.name} froze at {found}")
+            elif isinstance(wanted, str):
+                renamed[str(found)] = wanted
+    if frozen:
+        raise ExportError(f"declared dynamic but frozen by the export: {'; '.join(frozen)}")
+    for value in _values(model.graph):
+        if value.shape is not None:
+            dims = [renamed.get(str(dim), dim) if not isinstance(dim, int) else dim for dim in value.shape]
+            value.shape = ir.Shape(dims)
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    for node in graph:
+        yield from node.outputs
+
+
+def _attach_functions(model: ir.Model) -> None:
+    """Add the bodies of the `graphport` ops in use, and of the functions that they call."""
+    bodies = {function.name: ir.from_proto(function.to_function_proto()) for function in FUNCTIONS}
+    waiting = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    while waiting:
+        function = bodies[waiting.pop()]
+        model.functions[function.identifier()] = function
+        called = {node.op_type for node in function if node.domain == DOMAIN}
+        waiting |= {name for name in called if bodies[name].identifier() not in model.functions}
+
+
+@contextlib.contextmanager
+def _in_eval_mode(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@contextlib.contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Hold back torch.onnx's remarks on optional packages and its own deprecations (torch 2.13)."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,111 @@
+"""How PyTorch ops become nodes: the fused ops as `graphport` nodes, linear layers as one node each.
+
+In: the values torch.onnx hands to a translation. Out: onnx_ir values. The function bodies of the nodes stand in
+`portable_ops.py`; they are attached after export because torch.onnx inlines the functions it knows.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnx.defs import OpSchema
+from onnxscript import opset23 as op
+from onnxscript.values import Op
+
+import graphport.model_def.ops  # noqa: F401  # defines torch.ops.graphport
+from graphport.export import portable_ops
+
+_FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
+
+
+def _op(name: str, *, inputs: str, outputs: str, floats: str = "", ints: str = "") -> Op:
+    """The node type `graphport::name`; an input or output written `name:i32` is int32, all others float."""
+
+    def parameters(names: str) -> list[OpSchema.FormalParameter]:
+        pairs = [(*text.split(":"), "T")[:2] for text in names.split()]
+        return [OpSchema.FormalParameter(text, "tensor(int32)" if kind == "i32" else kind) for text, kind in pairs]
+
+    attributes = [
+        OpSchema.Attribute(text, kind, "", required=True)
+        for names, kind in ((floats, OpSchema.AttrType.FLOAT), (ints, OpSchema.AttrType.INT))
+        for text in names.split()
+    ]
+    schema = OpSchema(
+        name,
+        portable_ops.DOMAIN,
+        1,
+        inputs=parameters(inputs),
+        outputs=parameters(outputs),
+        type_constraints=[("T", _FLOATS, "")],
+        attributes=attributes,
+    )
+    return Op(portable_ops.GRAPHPORT, name, schema)
+
+
+_ATTENTION_INPUTS = "query key value past_key past_value seqlens_k:i32 total_sequence_length:i32"
+_ATTENTION_OUTPUTS = "output present_key present_value"
+_ATTENTION_INTS = "num_heads kv_num_heads local_window_size"
+
+_RMS_NORM = _op("RMSNorm", inputs="x weight", outputs="y", floats="epsilon")
+_LINEAR = _op("Linear", inputs="x weight", outputs="y")
+_CACHED_ATTENTION = _op(
+    "CachedAttention",
+    inputs=_ATTENTION_INPUTS,
+    outputs=_ATTENTION_OUTPUTS,
+    floats="scale softcap",
+    ints=_ATTENTION_INTS,
+)
+_ROTARY_CACHED_ATTENTION = _op(
+    "RotaryCachedAttention",
+    inputs=f"{_ATTENTION_INPUTS} cos sin",
+    outputs=_ATTENTION_OUTPUTS,
+    floats="scale softcap",
+    ints=f"{_ATTENTION_INTS} rotary_interleaved",
+)
+
+
+def _rms_norm(x: ir.Value, weight: ir.Value, epsilon: float) -> Any:  # noqa: ANN401 - torch.onnx takes what ops return
+    return _RMS_NORM(x, weight, epsilon=epsilon)
+
+
+def _linear(x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> Any:  # noqa: ANN401
+    product = _LINEAR(x, weight)
+    return product if bias is None else op.Add(product, bias)
+
+
+def _cached_attention(
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    past_key: ir.Value,
+    past_value: ir.Value,
+    seqlens_k: ir.Value,
+    total_sequence_length: ir.Value,
+    cos: ir.Value | None,
+    sin: ir.Value | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    interleaved: bool,
+) -> Any:  # noqa: ANN401
+    inputs = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length)
+    attributes = {
+        "num_heads": num_heads,
+        "kv_num_heads": num_kv_heads,
+        "scale": scale,
+        "softcap": softcap,
+        "local_window_size": window,
+    }
+    if cos is None:
+        return _CACHED_ATTENTION(*inputs, **attributes)
+    return _ROTARY_CACHED_ATTENTION(*inputs, cos, sin, **attributes, rotary_interleaved=int(interleaved))
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.graphport.rms_norm.default: _rms_norm,
+    torch.ops.graphport.cached_attention.default: _cached_attention,
+    torch.ops.aten.linear.default: _linear,
+}
