@@ -7,6 +7,7 @@ Python syntax that becomes a FunctionProto; nothing here runs as Python.
 Shapes: `B` rows, `S` new tokens, `N` query heads, `K` key/value heads, `G` = N/K, `H` head size, `C` cache capacity.
 """
 
+import onnx_ir as ir
 from onnxscript import FLOAT, INT32, INT64, script
 from onnxscript import opset23 as op
 from onnxscript.values import Opset
@@ -185,14 +186,36 @@ def RotaryCachedAttention(
     return output, present_key, present_value
 
 
+@script(GRAPHPORT, default_opset=op)
+def Positions(query: FLOAT, seqlens_k: INT32, total_sequence_length: INT32) -> INT64:
+    """Positions [B, S] of the new tokens whose queries are `query` [B, S, W]."""
+    num_new = op.Squeeze(op.Shape(query, start=1, end=2))
+    past = PastLengths(seqlens_k, total_sequence_length, num_new)
+    return op.Unsqueeze(past, [1]) + op.Range(0, num_new, 1)
+
+
 FUNCTIONS = (
     RMSNorm,
     Linear,
     CachedAttention,
     RotaryCachedAttention,
+    Positions,
     Rotate,
     SplitHeads,
     PastLengths,
     WriteCache,
     Attend,
 )
+
+
+def attach_function(model: ir.Model, name: str) -> None:
+    """Add the body of `graphport::name`, and of what it calls, to the model's functions."""
+    function = ir.from_proto(next(f for f in FUNCTIONS if f.name == name).to_function_proto())
+    assert isinstance(function, ir.Function)
+    if function.identifier() in model.functions:
+        return
+    model.functions[function.identifier()] = function
+    model.opset_imports[DOMAIN] = 1
+    for node in function:
+        if node.domain == DOMAIN:
+            attach_function(model, node.op_type)

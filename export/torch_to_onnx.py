@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from graphport.export.portable_ops import DOMAIN, FUNCTIONS
+from graphport.export.portable_ops import DOMAIN, attach_function
 from graphport.export.translations import TRANSLATIONS
 from graphport.model_def.signature import Signature, TensorSpec
 
@@ -113,12 +113,15 @@ def _name_values(model: ir.Model, signature: Signature) -> None:
         )
     for value, spec in zip(graph.inputs, signature.inputs, strict=True):
         value.name = spec.name
+    for value in list(graph.initializers.values()):
+        assert value.name is not None
+        value.name = value.name.removeprefix("module.").removeprefix("model.")
     taken: set[ir.Value] = set()
     for index, spec in enumerate(signature.outputs):
         value = graph.outputs[index]
         if value.producer() is None or value in taken:
             node = ir.node("Identity", [value])
-            node.outputs[0].dtype, node.outputs[0].shape = value.dtype, value.shape
+            node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
             graph.append(node)
             graph.outputs[index] = value = node.outputs[0]
         taken.add(value)
@@ -150,14 +153,9 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _attach_functions(model: ir.Model) -> None:
-    """Add the bodies of the `graphport` ops in use, and of the functions that they call."""
-    bodies = {function.name: ir.from_proto(function.to_function_proto()) for function in FUNCTIONS}
-    waiting = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    while waiting:
-        function = bodies[waiting.pop()]
-        model.functions[function.identifier()] = function
-        called = {node.op_type for node in function if node.domain == DOMAIN}
-        waiting |= {name for name in called if bodies[name].identifier() not in model.functions}
+    """Add the bodies of the `graphport` ops in use."""
+    for name in {node.op_type for node in model.graph if node.domain == DOMAIN}:
+        attach_function(model, name)
 
 
 @contextlib.contextmanager

@@ -193,8 +193,8 @@ class CachedDecoder(nn.Module):
 
 
 def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows [R] of the flattened x [B, S, W], [R, W]."""
-    return x.reshape(-1, x.shape[-1]).index_select(0, rows)
+    """Rows [R] of the flattened x [B, S, W], [R, W]; a lookup, because that exports as one Gather."""
+    return nn.functional.embedding(rows, x.reshape(-1, x.shape[-1]))
 
 
 def check_can_decode(config: TransformerConfig, max_length: int) -> None:

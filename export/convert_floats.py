@@ -1,0 +1,57 @@
+"""The graph in half precision: weights, activations and caches; logits come out as float32.
+
+Before: every float tensor float32
+After:  every float tensor float16 or bfloat16, Cast at the logits; norms keep float32 statistics (stash_type)
+"""
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
+from graphport.model_def.signature import LOGITS
+
+_NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
+    """Convert a float32 graph to the plan's activation type; refuses weights that overflow it."""
+    activations = plan.precision.activations
+    if activations == "float32":
+        return PassReport(rule="half_precision")
+    dtype = ir.DataType.from_numpy(_NUMPY[activations])
+    for value in list(model.graph.initializers.values()):
+        if value.dtype == ir.DataType.FLOAT and value.const_value is not None:
+            value.const_value = _converted(value.const_value, dtype, _NUMPY[activations])
+            value.dtype = dtype
+    for value in [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]:
+        if value.dtype == ir.DataType.FLOAT:
+            value.dtype = dtype
+    _cast_logits(model, dtype)
+    return PassReport(rule="half_precision", fused=(f"float32 to {activations}",))
+
+
+def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dtype[np.generic]) -> ir.LazyTensor:
+    def convert() -> ir.TensorProtocol:
+        wide = tensor.numpy()
+        narrow = wide.astype(numpy_dtype)
+        overflow = np.isinf(narrow.astype(np.float32)) & np.isfinite(wide)
+        if overflow.any():
+            raise ValueError(
+                f"{tensor.name} reaches {np.abs(wide).max():.4g}, beyond {dtype.name}; export it with --precision bf16"
+            )
+        return ir.Tensor(narrow, dtype=dtype, name=tensor.name)
+
+    return ir.LazyTensor(convert, dtype, ir.Shape(static_dims(tensor)), name=tensor.name)
+
+
+def _cast_logits(model: ir.Model, dtype: ir.DataType) -> None:
+    graph = model.graph
+    index = next(i for i, value in enumerate(graph.outputs) if value.name == LOGITS)
+    narrow = graph.outputs[index]
+    narrow.name = f"{LOGITS}_{dtype.name.lower()}"
+    cast = ir.node("Cast", [narrow], {"to": int(ir.DataType.FLOAT)}, name="logits_to_float32")
+    graph.append(cast)
+    wide = cast.outputs[0]
+    wide.name, wide.dtype, wide.shape = LOGITS, ir.DataType.FLOAT, narrow.shape
+    graph.outputs[index] = wide

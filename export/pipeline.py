@@ -1,0 +1,98 @@
+"""The whole compilation: one ordered tuple of passes, and the check that what had to fuse did fuse.
+
+In: an exported graph and a plan. Out: the compiled graph and a report a pass. Reads and writes no file.
+"""
+
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+from graphport.export.clean_graph import clean_graph, finish_graph
+from graphport.export.convert_floats import convert_floats
+from graphport.export.fuse_residual_norm import fuse_residual_norm
+from graphport.export.fuse_silu import fuse_silu
+from graphport.export.graph_pass import CompilePlan, GraphPass, PassReport
+from graphport.export.lower_attention import lower_attention
+from graphport.export.lower_linear import lower_linear
+from graphport.export.lower_norm import lower_norm
+from graphport.export.pack_projections import pack_gate_up, pack_qkv
+
+PASSES: tuple[GraphPass, ...] = (
+    clean_graph,
+    fuse_residual_norm,
+    pack_qkv,
+    pack_gate_up,
+    fuse_silu,
+    lower_attention,
+    lower_norm,
+    convert_floats,
+    lower_linear,
+    finish_graph,
+)
+
+
+class FusionError(ValueError):
+    """A fusion that the config calls for, or that the user required, did not happen."""
+
+
+def compile_graph(
+    model: ir.Model, plan: CompilePlan, *, observe: Callable[[str], None] = lambda _: None
+) -> tuple[PassReport, ...]:
+    """Run every pass on `model` in place; `observe` is told each rule as it is done.
+
+    Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
+    """
+    reports = []
+    for graph_pass in PASSES:
+        reports.append(graph_pass(model, plan))
+        observe(reports[-1].rule)
+    check_fusions(tuple(reports), expected_fusions(plan))
+    return tuple(reports)
+
+
+def expected_fusions(plan: CompilePlan) -> dict[str, int]:
+    """How often each rule must fire for this config on this target, counted from the config alone."""
+    config, blocks = plan.config, plan.config.blocks
+    num_adds = 2 * len(blocks)
+    ends_in_norm = blocks[-1].norm_order == "post" or config.final_norm is not None
+    return {
+        "residual_norm": num_adds if ends_in_norm else num_adds - 1,
+        "packed_qkv": len(blocks),
+        "packed_gate_up": sum(block.feed_forward.gated for block in blocks),
+        "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
+        "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
+    }
+
+
+def check_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int]) -> None:
+    """Raise FusionError unless every rule in `required` fired exactly that often."""
+    counts = count_fusions(reports)
+    for rule, wanted in required.items():
+        found = counts.get(rule, 0)
+        if found == wanted:
+            continue
+        misses = [miss for report in reports if report.rule == rule for miss in report.missed]
+        blame = "; ".join(f"{miss.site}: needs that {miss.check}, found {miss.found}" for miss in misses[:8])
+        raise FusionError(f"rule {rule} fused {found} sites, {wanted} are called for. {blame or 'No candidate seen.'}")
+
+
+def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | None]) -> None:
+    """Check the user's counts; None means that no candidate of the rule may be left. Raises FusionError."""
+    counts = count_fusions(reports)
+    for rule, wanted in required.items():
+        if rule not in counts:
+            raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(counts)}")
+        left = [miss for report in reports if report.rule == rule for miss in report.missed]
+        if wanted is None and (left or not counts[rule]):
+            blame = "; ".join(f"{miss.site}: needs that {miss.check}, found {miss.found}" for miss in left[:8])
+            raise FusionError(f"rule {rule} is required everywhere; it fused {counts[rule]} sites. {blame}")
+    check_fusions(reports, {rule: wanted for rule, wanted in required.items() if wanted is not None})
+
+
+def count_fusions(reports: tuple[PassReport, ...]) -> dict[str, int]:
+    """Number of sites that each rule changed, tidying aside."""
+    counts: dict[str, int] = {}
+    for report in reports:
+        if report.rule != "clean":
+            counts[report.rule] = counts.get(report.rule, 0) + len(report.fused)
+    return counts

@@ -1,0 +1,61 @@
+"""Block-wise weight quantisation in the layout of MatMulNBits and GatherBlockQuantized.
+
+In: a float matrix [N, K]. Out: unsigned integers, zero point in the middle of their range, and one scale a block of
+32 along K. Symmetric, round to nearest; no graph here (see `lower_linear.py`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.export.targets import WEIGHT_BLOCK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockQuantized:
+    """A matrix [N, K] as blocks: `packed` uint8 [N, ceil(K/32), 32 * bits / 8], `scales` float32 [N, ceil(K/32)].
+
+    w = (q - 2^(bits-1)) * scale; 4-bit values lie two a byte, the even element in the low nibble. K is padded with
+    zeros to whole blocks.
+    """
+
+    packed: NDArray[np.uint8]
+    scales: NDArray[np.float32]
+    bits: int
+    width: int
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """The float32 matrix [N, K] that the kernels compute with."""
+        values = self.packed
+        if self.bits == 4:
+            values = np.stack((values & 15, values >> 4), axis=-1).reshape(*values.shape[:2], -1)
+        signed = values.astype(np.float32) - np.float32(2 ** (self.bits - 1))
+        blocks = signed * self.scales[:, :, None]
+        return blocks.reshape(blocks.shape[0], -1)[:, : self.width]
+
+
+def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
+    """Round `weight` [N, K] to `bits` (4 or 8) bits, symmetric, one scale a block of 32.
+
+    The scale maps the value of largest magnitude to the end of the range that it can reach exactly: -2^(bits-1) for
+    4 bits (the sixteenth level is not wasted), 127 for 8 bits. Raises ValueError on non-finite weights.
+    """
+    if bits not in (4, 8):
+        raise ValueError(f"weight bits must be 4 or 8, got {bits}")
+    rows, width = weight.shape
+    if not np.isfinite(weight).all():
+        raise ValueError(f"{int((~np.isfinite(weight)).sum())} of {weight.size} weights are not finite")
+    num_blocks = -(-width // WEIGHT_BLOCK)
+    padded = np.zeros((rows, num_blocks * WEIGHT_BLOCK), np.float32)
+    padded[:, :width] = weight
+    blocks = padded.reshape(rows, num_blocks, WEIGHT_BLOCK)
+    half = 2 ** (bits - 1)
+    peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)[..., 0]
+    scales = peak / np.float32(-half) if bits == 4 else np.abs(peak) / np.float32(half - 1)
+    inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
+    quantized = np.clip(np.rint(blocks * inverse[..., None]), -half, half - 1) + half
+    packed = quantized.astype(np.uint8)
+    if bits == 4:
+        packed = packed[..., 0::2] | (packed[..., 1::2] << 4)
+    return BlockQuantized(packed=packed, scales=scales.astype(np.float32), bits=bits, width=width)
