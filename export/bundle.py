@@ -1,0 +1,97 @@
+"""A bundle on disk: graph, weights, tokenizer, manifest, account of the fusions, certificate.
+
+In: a compiled graph and what belongs to it. Out: a folder that appears whole or not at all. It judges nothing (see
+`parity.py`) and runs nothing.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from graphport.export.parity import Check
+from graphport.model_def.signature import GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest
+
+# Weights above this go to the data file; a graph of matrices this small stays far below protobuf's 2 GiB.
+EXTERNAL_BYTES = 1024
+
+
+class BundleError(ValueError):
+    """A bundle folder that cannot be written as asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """An exported model: its folder, manifest, fusions by rule, and the checks that it passed."""
+
+    path: Path
+    manifest: Manifest
+    fusions: dict[str, int]
+    certificate: tuple[Check, ...]
+    notes: tuple[str, ...] = ()
+
+
+def check_destination(out: Path, *, force: bool) -> None:
+    """Raise BundleError when `out` is taken: an earlier bundle needs `force`, anything else is never replaced."""
+    if not out.exists() and not out.is_symlink():
+        return
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if not (out / MANIFEST_FILE).is_file():
+        raise BundleError(f"{out} exists and is no bundle; graphport does not replace it: choose another OUT")
+    if not force:
+        raise BundleError(f"{out} holds a bundle already; replace it with --force or choose another OUT")
+
+
+@contextlib.contextmanager
+def bundle_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """A folder beside `out` to write into; it becomes `out` on success and vanishes on failure.
+
+    Raises BundleError when `out` is taken.
+    """
+    check_destination(out, force=force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    part.chmod(0o755)
+    try:
+        yield part
+        check_destination(out, force=force)
+        if out.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+            out.replace(old)
+            part.replace(out)
+            shutil.rmtree(old)
+        else:
+            part.replace(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def write_graph(model: ir.Model, folder: Path) -> None:
+    """Write `model.onnx` and `model.onnx.data` into a fresh folder; every tensor is stored once."""
+    ir.save(model, folder / GRAPH_FILE, external_data=WEIGHTS_FILE, size_threshold_bytes=EXTERNAL_BYTES)
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write JSON data as UTF-8."""
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Size and SHA-256 of every file of a folder, by name."""
+    return {
+        path.name: FileRecord(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())
+    }
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

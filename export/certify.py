@@ -1,0 +1,111 @@
+"""The parity evidence of an export: eager against the exported graph, the fused graph, the graph that ships.
+
+In: the eager module and the graphs. Out: checks. Neighbours are compared, so that a failure names its stage.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from graphport.export.bundle import write_graph
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_runner import GraphRunner
+from graphport.export.parity import Check, check, compare
+from graphport.export.parity_text import PARITY_TEXT
+from graphport.export.pipeline import compile_graph
+from graphport.export.targets import CPU
+from graphport.model_def.signature import GRAPH_FILE
+from graphport.model_def.transformer import Transformer
+
+NUM_IDS = 768  # of text, for the graph that ships
+NUM_EXPORTED_IDS = 96  # the exported graph is the slow, portable one
+NUM_STEPS = 16  # decoded one by one at the end
+CHUNKS = (1, 7, 64)
+
+
+def parity_ids(model: Transformer, tokenizer_json: str | None, *, max_length: int, seed: int) -> list[int]:
+    """Ids to compare on: English text where there is a tokenizer, else seeded random ids."""
+    length = min(NUM_IDS, max_length)
+    if tokenizer_json is not None:
+        ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(PARITY_TEXT).ids
+        if len(ids) >= length and max(ids) < model.config.vocab_size:
+            return ids[:length]
+    random = np.random.default_rng(seed)
+    return [int(i) for i in random.integers(model.config.vocab_size, size=length)]
+
+
+def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
+    """Logits [S, V] float32 of the eager module over the whole text at once."""
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = model(torch.tensor([list(ids)]))[0].numpy()
+    return logits
+
+
+def certify_stages(
+    exported: ir.Model,
+    plan: CompilePlan,
+    model: Transformer,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    folder: Path,
+    observe: Callable[[str], None],
+) -> tuple[Check, ...]:
+    """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`."""
+    checks = []
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        observe("parity of the exported graph")
+        graph = Path(name) / "exported"
+        graph.mkdir()
+        write_graph(exported, graph)
+        head = ids[:NUM_EXPORTED_IDS]
+        steps = [1] * min(4, len(head) - 1)
+        runner = GraphRunner(graph / GRAPH_FILE, model.config)
+        found = runner.logits(head, chunks=(len(head) - len(steps), *steps))
+        checks.append(check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)))
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        observe("parity of the fused graph")
+        fused = exported.clone()
+        twin = CompilePlan(config=plan.config, target=CPU, precision=CPU.precision("fp32"), max_length=plan.max_length)
+        compile_graph(fused, twin)
+        write_graph(fused, Path(name))
+        runner = GraphRunner(Path(name) / GRAPH_FILE, model.config)
+        whole = compare(reference, runner.logits(ids))
+        checks.append(check("compiled", "max_abs", f"{len(ids)} tokens at once", whole))
+        checks.append(check("compiled", "kl", f"{len(ids)} tokens at once", whole))
+        pieces = _pieces(len(ids))
+        what = f"{len(ids)} tokens in {len(pieces)} chunks and steps"
+        checks.append(check("compiled", "max_abs", what, compare(reference, runner.logits(ids, chunks=pieces))))
+    return tuple(checks)
+
+
+def certify_bundle(
+    folder: Path, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32]
+) -> tuple[Check, ...]:
+    """Check the graph that ships against eager, as the CPU provider runs it."""
+    runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
+    difference = compare(reference, runner.logits(ids))
+    if plan.precision.weight_bits is None:
+        return (check("compiled", "max_abs", f"{len(ids)} tokens, as shipped", difference),)
+    steps = compare(reference, runner.logits(ids, chunks=_pieces(len(ids))))
+    return (
+        check(plan.precision.name, "kl", f"{len(ids)} tokens at once", difference),
+        check(plan.precision.name, "kl", f"{len(ids)} tokens in chunks and steps", steps),
+    )
+
+
+def _pieces(length: int) -> tuple[int, ...]:
+    """Chunk sizes that cover `length`: the fixed ones that fit, one piece, then single steps."""
+    steps = min(NUM_STEPS, length - 1)
+    chunks, left = [], length - steps
+    for size in CHUNKS:
+        if size <= left:
+            chunks.append(size)
+            left -= size
+    return (*chunks, *([left] if left else []), *([1] * steps))

@@ -1,0 +1,22 @@
+"""The account of the fusions as data: what each rule changed, and why it left the sites that it left.
+
+In: pass reports. Out: the content of `fusions.json`. Draws nothing (see the command line's tables).
+"""
+
+import dataclasses
+from typing import Any
+
+from graphport.export.graph_pass import PassReport
+from graphport.export.pipeline import count_fusions
+
+FUSIONS_FORMAT = 1
+
+
+def fusion_account(reports: tuple[PassReport, ...], *, num_nodes: int) -> dict[str, Any]:
+    """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph."""
+    return {
+        "format": FUSIONS_FORMAT,
+        "nodes": num_nodes,
+        "counts": count_fusions(reports),
+        "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
+    }

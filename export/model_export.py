@@ -1,0 +1,182 @@
+"""The whole way from a source to a bundle on disk.
+
+In: what the user named and asked for. Out: a `Bundle` whose folder appears only when every check passed.
+"""
+
+import dataclasses
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import onnx_ir as ir
+import onnxruntime
+import torch
+
+import graphport
+from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
+from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids
+from graphport.export.fusion_report import fusion_account
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.parity import Check, require_passed
+from graphport.export.pipeline import compile_graph, count_fusions, require_fusions
+from graphport.export.source import SourceModel, open_source
+from graphport.export.targets import CPU, TargetError, find_target
+from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.positions import length_switch
+from graphport.model_def.signature import (
+    CERTIFICATE_FILE,
+    CHAT_TEMPLATE_FILE,
+    FUSIONS_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    DType,
+    Manifest,
+    decoder_signature,
+)
+from graphport.model_def.transformer import CachedDecoder, check_can_decode
+
+CERTIFICATE_FORMAT = 1
+
+_CACHE_TYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+def export(
+    source: str | Path,
+    out: str | Path,
+    *,
+    target: str = "cpu",
+    precision: str = "int8",
+    kv_cache: str = "auto",
+    context: int | None = None,
+    seed: int = 0,
+    verify: bool = True,
+    require_fused: Mapping[str, int | Literal["all"]] | None = None,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Bundle:
+    """Export `source` to the folder `out`.
+
+    `context` is the longest total length in tokens (None: what the model was made for). `require_fused` pins how
+    often a rule fires ("all": no candidate left). `progress` is told each stage as it begins. Raises ValueError
+    subclasses, one line each: CheckpointError, ConfigError, TargetError, ExportError, FusionError, ParityError,
+    BundleError. Nothing is left at `out` after a failure.
+    """
+    out = Path(out)
+    found_target = find_target(target)
+    found_precision = found_target.precision(precision)
+    cache_dtype = _cache_dtype(kv_cache, found_precision.activations)
+    check_destination(out, force=force)
+
+    progress("reading the model")
+    opened = open_source(source, seed=seed)
+    config = opened.model.config
+    max_length, notes = _context(config, context)
+    check_can_decode(config, max_length)
+    plan = CompilePlan(config=config, target=found_target, precision=found_precision, max_length=max_length)
+
+    progress("exporting to ONNX")
+    exported = torch_to_onnx(CachedDecoder(opened.model, max_length=max_length), decoder_signature(config))
+    with bundle_folder(out, force=force) as folder:
+        checks: tuple[Check, ...] = ()
+        ids = parity_ids(opened.model, opened.tokenizer_json, max_length=max_length, seed=seed)
+        if verify:
+            progress("running eager PyTorch")
+            reference = eager_logits(opened.model, ids)
+            checks = certify_stages(exported, plan, opened.model, ids, reference, folder=folder, observe=progress)
+            require_passed(checks)
+        progress("compiling the graph")
+        reports = compile_graph(exported, plan)
+        require_fusions(reports, {rule: None if n == "all" else n for rule, n in (require_fused or {}).items()})
+        write_graph(exported, folder)
+        if verify and found_target is CPU:
+            progress("parity of the bundle")
+            checks += certify_bundle(folder, plan, ids, reference)
+            require_passed(checks)
+        elif verify:
+            notes += (f"the fused graph was checked on the CPU in fp32; {precision} runs on {target} alone",)
+        progress("writing the bundle")
+        account = fusion_account(reports, num_nodes=len(exported.graph))
+        manifest = _write_files(folder, opened, plan, cache_dtype, account, checks, verified=verify)
+    return Bundle(
+        path=out,
+        manifest=manifest,
+        fusions=count_fusions(reports),
+        certificate=checks,
+        notes=(*opened.notes, *notes),
+    )
+
+
+def _cache_dtype(kv_cache: str, activations: DType) -> DType:
+    if kv_cache == "auto":
+        return activations
+    if kv_cache not in _CACHE_TYPES:
+        raise TargetError(f"KV cache type {kv_cache!r} is not built yet; choose auto (here {activations})")
+    if _CACHE_TYPES[kv_cache] != activations:
+        raise TargetError(
+            f"KV cache type {kv_cache} with {activations} activations: the attention kernel needs one type for both; "
+            "choose auto"
+        )
+    return activations
+
+
+def _context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
+    """The longest total length, and a note when a scaling that switches its frequencies limits it."""
+    if context is not None:
+        return context, ()
+    rotaries = [block.attention.rotary for block in config.blocks]
+    switches = [s for rotary in rotaries if rotary is not None and (s := length_switch(rotary)) is not None]
+    if not switches or min(switches) >= config.max_positions:
+        return config.max_positions, ()
+    limit = min(switches)
+    return limit, (f"context limited to {limit} tokens, where the rotary scaling changes its frequencies",)
+
+
+def _write_files(
+    folder: Path,
+    opened: SourceModel,
+    plan: CompilePlan,
+    cache_dtype: DType,
+    account: dict[str, Any],
+    checks: tuple[Check, ...],
+    *,
+    verified: bool,
+) -> Manifest:
+    for name, text in ((TOKENIZER_FILE, opened.tokenizer_json), (CHAT_TEMPLATE_FILE, opened.chat_template)):
+        if text is not None:
+            (folder / name).write_text(text, encoding="utf-8")
+    write_json(folder / FUSIONS_FILE, account)
+    if verified:
+        write_json(folder / CERTIFICATE_FILE, _certificate(opened, plan, checks))
+    manifest = Manifest(
+        graphport_version=graphport.__version__,
+        kind="decoder",
+        target=plan.target.name,
+        precision=plan.precision.name,
+        max_length=plan.max_length,
+        config=plan.config,
+        signature=decoder_signature(plan.config, cache_dtype),
+        generation=opened.generation,
+        source=opened.source,
+        files=record_files(folder),
+    )
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ...]) -> dict[str, Any]:
+    return {
+        "format": CERTIFICATE_FORMAT,
+        "reference": {"source": opened.source, "torch": torch.__version__, "dtype": "float32"},
+        "candidate": {
+            "target": plan.target.name,
+            "precision": plan.precision.name,
+            "accuracy_level": plan.target.accuracy_level,
+            "provider": "CPUExecutionProvider",
+            "onnxruntime": onnxruntime.__version__,
+            "onnx_ir": ir.__version__,
+            "machine": platform.machine(),
+        },
+        "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in checks],
+    }

@@ -1,0 +1,118 @@
+"""How far two models are apart: logits of the same ids, compared row by row.
+
+In: reference and candidate logits [S, V]. Out: figures, and checks with their tolerance from one table. It runs no
+model (see `graph_runner.py`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+
+# Largest error a stage may show, by figure. Beside each the error measured for SmolLM2-135M on 768 tokens of English.
+# max_abs: absolute difference of logits. kl: mean Kullback-Leibler divergence to the reference in nats.
+TOLERANCES: dict[tuple[str, str], float] = {
+    ("exported", "max_abs"): 5e-4,
+    ("compiled", "max_abs"): 5e-4,
+    ("compiled", "kl"): 1e-9,
+    ("int8", "kl"): 0.05,
+    ("int4", "kl"): 1.0,
+}
+
+
+_ROWS_AT_A_TIME = 64  # float64 copies of [768, 49152] logits would take a gigabyte
+
+
+class ParityError(ValueError):
+    """A check of the certificate failed; nothing was written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Candidate against reference over rows of logits.
+
+    `worst` is (row, token id) of the largest difference; `kl` is the mean over rows of KL(reference || candidate) in
+    nats; `top1` is the share of rows whose best token agrees.
+    """
+
+    max_abs: float
+    mean_abs: float
+    worst: tuple[int, int]
+    kl: float
+    top1: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the certificate; it passes when `measured` is at most `tolerance`."""
+
+    name: str
+    measured: float
+    tolerance: float
+    detail: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the measured value is a number within tolerance."""
+        return bool(self.measured <= self.tolerance)
+
+
+def compare(reference: Logits, candidate: Logits) -> Difference:
+    """Compare logits [S, V] of the same ids; raises ValueError when the shapes differ. NaN counts as infinite."""
+    if reference.shape != candidate.shape:
+        raise ValueError(f"reference logits are {reference.shape}, candidate's {candidate.shape}")
+    max_abs, worst, total, agreements, kl = -1.0, (0, 0), 0.0, 0, 0.0
+    for start in range(0, len(reference), _ROWS_AT_A_TIME):
+        rows = slice(start, start + _ROWS_AT_A_TIME)
+        gap = np.abs(reference[rows].astype(np.float64) - candidate[rows])
+        gap[~np.isfinite(candidate[rows])] = np.inf
+        row, token = np.unravel_index(int(gap.argmax()), gap.shape)
+        if gap[row, token] > max_abs:
+            max_abs, worst = float(gap[row, token]), (start + int(row), int(token))
+        total += float(gap.sum())
+        agreements += int((reference[rows].argmax(axis=-1) == candidate[rows].argmax(axis=-1)).sum())
+        kl += float(divergences(reference[rows], candidate[rows]).sum())
+    return Difference(
+        max_abs=max_abs,
+        mean_abs=total / reference.size,
+        worst=worst,
+        kl=kl / len(reference) if np.isfinite(kl) else float("inf"),
+        top1=agreements / len(reference),
+    )
+
+
+def divergences(reference: Logits, candidate: Logits) -> NDArray[np.float64]:
+    """KL(reference || candidate) of every row [S] in nats: sum p (log p - log q) over the softmax of the logits."""
+    log_p, log_q = log_softmax(reference), log_softmax(candidate)
+    rows: NDArray[np.float64] = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return rows
+
+
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    """Log-probabilities [S, V] in float64."""
+    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
+    normal: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return normal
+
+
+def check(stage: str, figure: str, what: str, difference: Difference) -> Check:
+    """A certificate line for one figure ("max_abs" or "kl") of a stage, with the table's tolerance."""
+    detail = (
+        f"max {difference.max_abs:.3g} at row {difference.worst[0]}, id {difference.worst[1]}; "
+        f"mean {difference.mean_abs:.3g}; KL {difference.kl:.3g}; top-1 {difference.top1:.2%}"
+    )
+    return Check(
+        name=f"{stage}: {what}, {figure}",
+        measured=getattr(difference, figure),
+        tolerance=TOLERANCES[stage, figure],
+        detail=detail,
+    )
+
+
+def require_passed(checks: tuple[Check, ...]) -> None:
+    """Raise ParityError naming every check that failed."""
+    failed = [f"{c.name}: {c.measured:.4g} > {c.tolerance:.4g} ({c.detail})" for c in checks if not c.passed]
+    if failed:
+        raise ParityError(f"{len(failed)} of {len(checks)} parity checks failed. {'; '.join(failed)}")

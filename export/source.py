@@ -1,0 +1,80 @@
+"""What the user names as SOURCE, as a module with everything that belongs to it.
+
+In: a Hugging Face folder or hub id, a .gguf file, or `path/to/file.py:function`. Out: `SourceModel`. Formats are read
+by `model_def/checkpoint.py`.
+"""
+
+import hashlib
+import runpy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import GenerationDefaults
+from graphport.model_def.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceModel:
+    """A module in eval mode, and the text side that came with it."""
+
+    model: Transformer
+    generation: GenerationDefaults
+    tokenizer_json: str | None
+    chat_template: str | None
+    source: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def open_source(source: str | Path, *, seed: int) -> SourceModel:
+    """Read `source`; `seed` draws the weights when a function returns a config alone.
+
+    Raises CheckpointError, in one line, for whatever cannot be read.
+    """
+    path, colon, function = str(source).rpartition(":")
+    if colon and path.endswith(".py"):
+        return _open_function(Path(path), function, seed=seed)
+    checkpoint = load_checkpoint(source)
+    with torch.device("meta"):
+        model = Transformer(checkpoint.config)
+    model.load_state_dict(checkpoint.weights, strict=True, assign=True)
+    return SourceModel(
+        model=model.eval(),
+        generation=checkpoint.generation,
+        tokenizer_json=checkpoint.tokenizer_json,
+        chat_template=checkpoint.chat_template,
+        source=checkpoint.source,
+        notes=checkpoint.notes,
+    )
+
+
+def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
+    if not path.is_file():
+        raise CheckpointError(f"no file at {path}; SOURCE path/to/file.py:function names a Python file")
+    make = runpy.run_path(str(path)).get(function)
+    if not callable(make):
+        raise CheckpointError(f"{path} defines no function {function!r}")
+    made = make()
+    notes: tuple[str, ...] = ()
+    if isinstance(made, TransformerConfig):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            made = Transformer(made)
+        notes = (f"weights are random, drawn with seed {seed}",)
+    if not isinstance(made, Transformer):
+        raise CheckpointError(
+            f"{path}:{function} returned {type(made).__name__}; needed is a graphport TransformerConfig or Transformer "
+            "(export any other module with graphport.export.torch_to_onnx.torch_to_onnx)"
+        )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return SourceModel(
+        model=made.eval(),
+        generation=GenerationDefaults(),
+        tokenizer_json=None,
+        chat_template=None,
+        source={"format": "python", "name": f"{path.name}:{function}", "sha256": digest},
+        notes=notes,
+    )
