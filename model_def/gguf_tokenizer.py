@@ -1,0 +1,185 @@
+"""A GGUF file's vocabulary as the text of a `tokenizer.json`, and its chat template.
+
+In: GGUF metadata. Out: texts. Byte-level BPE by a table of pre-tokenizers, SentencePiece BPE by its scores.
+It tokenises nothing itself; the `tokenizers` package does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from graphport.model_def.checkpoint_record import CheckpointError
+
+Metadata = Mapping[str, Any]  # scalars, texts and lists, as the file types them
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreTokenizer:
+    """How a byte-level vocabulary cuts text: `splits` one after the other, every match a piece of its own.
+
+    `whole_words`: a piece that is a token needs no merges. `adds_bos` and `form` (Unicode) as the original tokenizer.
+    """
+
+    names: tuple[str, ...]
+    splits: tuple[str, ...]
+    whole_words: bool = False
+    adds_bos: bool = False
+    form: Literal["NFC"] | None = None
+
+
+# tokenizer.ggml.pre by the tokenizer.json of the models, and llama.cpp's src/llama-vocab.cpp for `default`
+PRE_TOKENIZERS = (
+    PreTokenizer(
+        names=("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), splits=(r"\p{N}", _GPT2)
+    ),
+    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), splits=(_GPT2,)),
+    PreTokenizer(
+        names=("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
+        splits=(_LLAMA3,),
+        whole_words=True,
+        adds_bos=True,
+    ),
+    PreTokenizer(names=("smaug-bpe", "dbrx"), splits=(_LLAMA3,)),
+    PreTokenizer(names=("tekken",), splits=(_TEKKEN,), whole_words=True, adds_bos=True),
+    PreTokenizer(names=("qwen2", "deepseek-r1-qwen"), splits=(_QWEN2,), form="NFC"),
+    PreTokenizer(names=("default",), splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+)
+
+
+def tokenizer_json(metadata: Metadata, *, where: str, vocab_size: int) -> str | None:
+    """The text of tokenizer.json, or None when the file has no vocabulary.
+
+    Raises CheckpointError for a tokenizer model or pre-tokenizer that is not known, and for a vocabulary that does not
+    fit `vocab_size` or repeats a token.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    if model in (None, "none", "no_vocab"):
+        return None
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    if len(tokens) != vocab_size:
+        raise CheckpointError(f"{where}: the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
+    vocab = {token: index for index, token in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        repeated = next(token for index, token in enumerate(tokens) if vocab[token] != index)
+        raise CheckpointError(f"{where}: the vocabulary has the token {repeated!r} twice")
+    if model == "gpt2":
+        tokenizer, adds_bos = _byte_level(metadata, vocab, where)
+    elif model == "llama":
+        tokenizer, adds_bos = _sentencepiece(metadata, vocab, where), True
+    else:
+        raise CheckpointError(f"{where}: tokenizer.ggml.model {model!r} is not read; known are gpt2, llama")
+    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
+    _add_ends(tokenizer, metadata, where, adds_bos=metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
+    return str(tokenizer.to_str())
+
+
+def chat_template(metadata: Metadata) -> str | None:
+    """The Jinja text of the default chat template, None when the file has none."""
+    template = metadata.get("tokenizer.chat_template", metadata.get("tokenizer.chat_template.default"))
+    return None if template is None else str(template)
+
+
+def _byte_level(metadata: Metadata, vocab: dict[str, int], where: str) -> tuple[Tokenizer, bool]:
+    """GPT-2's BPE over bytes spelled as letters, cut as `tokenizer.ggml.pre` says."""
+    kind = _pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"), where)
+    if "tokenizer.ggml.merges" not in metadata:
+        raise CheckpointError(f"{where}: tokenizer.ggml.merges is missing; a gpt2 vocabulary needs it")
+    merges = [_halves(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{where}: merges and vocabulary do not fit: {error}") from error
+    if kind.form is not None:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in kind.splits]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, kind.adds_bos
+
+
+def _pre_tokenizer(name: str, where: str) -> PreTokenizer:
+    for kind in PRE_TOKENIZERS:
+        if name in kind.names:
+            return kind
+    known = ", ".join(known for kind in PRE_TOKENIZERS for known in kind.names)
+    raise CheckpointError(
+        f"{where}: tokenizer.ggml.pre {name!r} is not known, so ids could be wrong; known are {known}"
+    )
+
+
+def _halves(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _sentencepiece(metadata: Metadata, vocab: dict[str, int], where: str) -> Tokenizer:
+    """SentencePiece BPE with byte fallback; merges follow from the scores (a merge makes the best-scored token)."""
+    scores, types = metadata.get("tokenizer.ggml.scores"), metadata.get("tokenizer.ggml.token_type")
+    if scores is None or types is None or not len(scores) == len(types) == len(vocab):
+        raise CheckpointError(f"{where}: a llama vocabulary needs one score and one token_type a token")
+    ranked = sorted((-scores[index], index, token) for token, index in vocab.items() if types[index] == _NORMAL)
+    merges = [
+        (token[:cut], token[cut:])
+        for _, _, token in ranked
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    unknown = next((token for token, index in vocab.items() if types[index] == _UNKNOWN), None)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps = [normalizers.Prepend("▁")] if has_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens become special, user-defined ones are matched whole but not special."""
+    added = [
+        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    tokenizer.add_tokens(added)
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: Metadata, where: str, *, adds_bos: bool) -> None:
+    """Begin and end tokens that encoding adds, through the post-processor."""
+    wanted = {"bos": adds_bos, "eos": metadata.get("tokenizer.ggml.add_eos_token", False)}
+    pieces, special = ["$A"], []
+    for name, is_wanted in wanted.items():
+        if not is_wanted:
+            continue
+        number = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        token = None if number is None else tokenizer.id_to_token(number)
+        if token is None:
+            raise CheckpointError(
+                f"{where}: {name} is added to every text, but tokenizer.ggml.{name}_token_id is {number}"
+            )
+        pieces = [name, *pieces] if name == "bos" else [*pieces, name]
+        special.append({"id": name, "ids": [number], "tokens": [token]})
+    if special:
+        pair = [piece if piece != "$A" else "$B" for piece in pieces]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=pieces, pair=[*pieces, *(f"{piece}:1" for piece in pair)], special_tokens=special
+        )

@@ -1,0 +1,149 @@
+"""A Hugging Face folder (config.json, safetensors, tokenizer files) as a `Checkpoint`.
+
+In: a folder. Out: configuration, float32 weights in our names, tokenizer, chat template, end ids.
+It fetches nothing and runs no code of the folder; the config's keys stand in `huggingface_config.py`.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphport.model_def.checkpoint_record import Checkpoint, CheckpointError, account_for_tensors, read_json
+from graphport.model_def.config import HeadKind, TransformerConfig
+from graphport.model_def.huggingface_config import read_config
+from graphport.model_def.huggingface_tokenizer import read_chat_template, read_generation, read_tokenizer_json
+from graphport.model_def.position_config import ConfigError
+from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
+from graphport.model_def.transformer import parameter_shapes
+
+CONFIG_FILE = "config.json"
+ADAPTER_FILE = "adapter_config.json"
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+# ours -> the checkpoint's, outside the blocks
+_OUTER_NAMES = {"embedding.weight": _EMBEDDING, "final_norm.weight": "model.norm.weight", "head.weight": _HEAD}
+
+# ours -> the checkpoint's, within blocks.{i} and model.layers.{i}; both end in .weight or .bias
+_BLOCK_NAMES = {
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.gate": "mlp.gate_proj",
+    "feed_forward.up": "mlp.up_proj",
+    "feed_forward.down": "mlp.down_proj",
+}
+
+# buffers that old versions of transformers saved; computed from the config here
+_HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "self_attn.masked_bias")
+
+
+def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
+    """Read the checkpoint in `folder`; `name` (the folder's by default) goes into `source`.
+
+    Everything that can be refused from config.json and the files' headers is refused before a weight is read.
+    Raises CheckpointError.
+    """
+    if (folder / ADAPTER_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} is an adapter ({ADAPTER_FILE}), not a model; merge it into its base first: "
+            "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder) of peft"
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it, a GGUF file is given itself"
+        )
+    values = read_json(folder / CONFIG_FILE)
+    try:
+        read_config(values, head="tied")  # refuses the config before the files are looked at
+        files = find_weight_files(folder)
+        head, tie_notes = _decide_head(folder, values, files)
+        config, config_notes = read_config(values, head=head)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    names = _stored_names(config, files)
+    dtype_notes = _account(folder, config, names, files)
+    generation, generation_notes = read_generation(folder, values, vocab_size=config.vocab_size)
+    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    return Checkpoint(
+        config=config,
+        weights=_read_weights(names, files),
+        generation=generation,
+        tokenizer_json=tokenizer_json,
+        chat_template=read_chat_template(folder),
+        source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
+        notes=(*config_notes, *tie_notes, *files.notes, *dtype_notes, *generation_notes, *tokenizer_notes),
+    )
+
+
+def _decide_head(folder: Path, values: Mapping[str, Any], files: WeightFiles) -> tuple[HeadKind, list[str]]:
+    """Tied or separate, from the flag and the tensors together."""
+    flag = values.get("tie_word_embeddings")
+    has_head, has_embedding = _HEAD in files.tensors, _EMBEDDING in files.tensors
+    if flag is None:
+        kind: HeadKind = "separate" if has_head else "tied"
+        return kind, [f"tie_word_embeddings is absent; the tensors make the head {kind}"]
+    if not flag:
+        if not has_head:
+            raise CheckpointError(
+                f"{folder}: tie_word_embeddings is false and {_HEAD} is missing; set the flag if the head is the "
+                "embedding, or fetch the missing tensor"
+            )
+        return "separate", []
+    if not has_head:
+        return "tied", []
+    if not has_embedding:
+        return "tied", [f"{_EMBEDDING} is not stored; the tied {_HEAD} was taken for it"]
+    pair = dict(files.read({_HEAD, _EMBEDDING}))
+    if not torch.equal(pair[_HEAD], pair[_EMBEDDING]):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {_HEAD} and {_EMBEDDING} are different tensors; "
+            "set the flag to false if the head was trained"
+        )
+    return "tied", [f"{_HEAD} equals {_EMBEDDING}; kept once"]
+
+
+def _stored_names(config: TransformerConfig, files: WeightFiles) -> dict[str, str]:
+    """Our parameter names to the checkpoint's."""
+    names = {name: _stored_name(name) for name in parameter_shapes(config)}
+    if config.head == "tied" and _EMBEDDING not in files.tensors and _HEAD in files.tensors:
+        names["embedding.weight"] = _HEAD
+    return names
+
+
+def _stored_name(name: str) -> str:
+    if name in _OUTER_NAMES:
+        return _OUTER_NAMES[name]
+    _, layer, rest = name.split(".", 2)
+    module, _, kind = rest.rpartition(".")
+    return f"model.layers.{layer}.{_BLOCK_NAMES[module]}.{kind}"
+
+
+def _account(folder: Path, config: TransformerConfig, names: Mapping[str, str], files: WeightFiles) -> list[str]:
+    """Refuse every difference between config and tensors; notes on what is ignored and converted."""
+    shapes = parameter_shapes(config)
+    needed = {stored: shapes[ours] for ours, stored in names.items()}
+    harmless = sorted(name for name in files.tensors if name.endswith(_HARMLESS))
+    ignorable = {*harmless, *_second_copy(config, names)}
+    present = {name: tensor for name, tensor in files.tensors.items() if name not in ignorable}
+    account_for_tensors(str(folder), found={name: tensor.shape for name, tensor in present.items()}, needed=needed)
+    notes = check_dtypes(folder, present)
+    return [*notes, f"ignored tensors: {', '.join(harmless)}"] if harmless else notes
+
+
+def _second_copy(config: TransformerConfig, names: Mapping[str, str]) -> Iterable[str]:
+    """The head that a tied checkpoint stores beside its embedding (compared already)."""
+    return [_HEAD] if config.head == "tied" and names["embedding.weight"] == _EMBEDDING else []
+
+
+def _read_weights(names: Mapping[str, str], files: WeightFiles) -> dict[str, torch.Tensor]:
+    stored = dict(files.read(set(names.values())))
+    return {ours: stored[name] for ours, name in names.items()}

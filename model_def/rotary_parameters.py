@@ -1,0 +1,201 @@
+"""The rotary part of a config.json, in every spelling that transformers has written.
+
+In: the parsed config (`rope_theta` and `rope_scaling`, or `rope_parameters`, flat or nested a layer type). Out: one
+`RotaryPosition` a layer type, and notes. The formulas are not here (see `positions.py`).
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.position_config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RotaryPosition,
+    RotaryScaling,
+    YarnScaling,
+)
+
+CONFIG_KEYS = (
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+
+DEFAULT_THETA = 10_000.0  # RotaryEmbeddingConfigMixin.default_theta of transformers 5
+
+_ORIGINAL = "original_max_position_embeddings"
+_COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_OUTSIDE = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
+
+Values = Mapping[str, Any]  # parsed JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryType:
+    """One `rope_type`: the keys it needs, those it may have, and the record it becomes."""
+
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...]
+    build: Callable[[Values, int], RotaryScaling | None]
+
+
+def read_rotary(
+    config: Values, *, layer_types: tuple[str, ...], max_positions: int
+) -> tuple[dict[str, RotaryPosition], list[str]]:
+    """One record for each of `layer_types`, and notes on what was assumed.
+
+    Raises CheckpointError when two spellings disagree, for an unknown type, and for keys the type does not have.
+    """
+    rotary: dict[str, RotaryPosition] = {}
+    notes: list[str] = []
+    for layer_type in dict.fromkeys(layer_types):
+        rotary[layer_type], new_notes = _read_one(_gather(config, layer_type), max_positions)
+        notes += [note for note in new_notes if note not in notes]
+    return rotary, notes
+
+
+def _gather(config: Values, layer_type: str) -> dict[str, Any]:
+    """All spellings merged; `type` becomes `rope_type`."""
+    merged: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    sources: list[tuple[str, Values]] = [
+        ("config.json", {key: config[key] for key in _OUTSIDE if config.get(key) is not None})
+    ]
+    for name in ("rope_scaling", "rope_parameters"):
+        sources.append((name, _flat(name, config.get(name), layer_type)))
+    for name, values in sources:
+        for key, value in values.items():
+            spelled = "rope_type" if key == "type" else key
+            if spelled in merged and merged[spelled] != value:
+                raise CheckpointError(
+                    f"config.json disagrees with itself: {spelled} is {merged[spelled]!r} in {origin[spelled]} "
+                    f"and {value!r} in {name}; keep the one the weights were trained with"
+                )
+            merged[spelled], origin[spelled] = value, name
+    if (
+        merged.get("rope_type", "default") not in ("llama3", "yarn", "longrope")
+        and origin.get(_ORIGINAL) == "config.json"
+    ):
+        del merged[_ORIGINAL]  # transformers reads this outer key for those three types only
+    return merged
+
+
+def _flat(name: str, values: object, layer_type: str) -> Values:
+    """The entry for `layer_type` of a nested form, or the flat form itself."""
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise CheckpointError(f"config.json: {name} must be an object, got {values!r}")
+    nested = [key for key in values if key.endswith("_attention")]
+    if not nested:
+        return values
+    if others := sorted(set(values) - set(nested)):
+        raise CheckpointError(f"config.json: {name} mixes layer types ({', '.join(nested)}) and {', '.join(others)}")
+    if not isinstance(values.get(layer_type), dict):
+        raise CheckpointError(f"config.json: {name} has no entry for {layer_type} layers, only {', '.join(nested)}")
+    chosen: Values = values[layer_type]
+    return chosen
+
+
+def _read_one(values: dict[str, Any], max_positions: int) -> tuple[RotaryPosition, list[str]]:
+    notes = []
+    name = values.get("rope_type") or "default"
+    if name not in _TYPES:
+        raise CheckpointError(f"config.json: rope_type {name!r} is not known; known are {', '.join(_TYPES)}")
+    kind = _TYPES[name]
+    if missing := [key for key in kind.needs if key not in values]:
+        raise CheckpointError(f"config.json: rope_type {name} needs {', '.join(missing)}")
+    if extra := sorted(set(values) - {*_COMMON, *kind.needs, *kind.may_have}):
+        raise CheckpointError(f"config.json: rope_type {name} does not have {', '.join(extra)}")
+    if values.get("rope_theta") is None:
+        notes.append(f"rope_theta is nowhere in config.json; transformers' default {DEFAULT_THETA:g} was taken")
+    if _ORIGINAL in kind.may_have and values.get(_ORIGINAL) is None:
+        notes.append(f"{_ORIGINAL} is absent; max_position_embeddings {max_positions} was taken, as transformers does")
+    partial = values.get("partial_rotary_factor")
+    rotary = RotaryPosition(
+        theta=DEFAULT_THETA if values.get("rope_theta") is None else values["rope_theta"],
+        partial_factor=1.0 if partial is None else partial,
+        scaling=kind.build(values, max_positions),
+    )
+    return rotary, notes
+
+
+def _original(values: Values, max_positions: int) -> int:
+    original: int | None = values.get(_ORIGINAL)
+    return max_positions if original is None else original
+
+
+def _factor(values: Values, max_positions: int) -> float:
+    """`factor`, or the ratio of both context lengths (transformers' yarn and longrope)."""
+    factor: float | None = values.get("factor")
+    return max_positions / _original(values, max_positions) if factor is None else factor
+
+
+def _llama3(values: Values, max_positions: int) -> Llama3Scaling:
+    return Llama3Scaling(
+        factor=values["factor"],
+        low_freq_factor=values["low_freq_factor"],
+        high_freq_factor=values["high_freq_factor"],
+        original_max_positions=_original(values, max_positions),
+    )
+
+
+def _yarn(values: Values, max_positions: int) -> YarnScaling:
+    return YarnScaling(
+        factor=_factor(values, max_positions),
+        original_max_positions=_original(values, max_positions),
+        beta_fast=values.get("beta_fast") or 32.0,
+        beta_slow=values.get("beta_slow") or 1.0,
+        attention_factor=values.get("attention_factor"),
+        mscale=values.get("mscale"),
+        mscale_all_dim=values.get("mscale_all_dim"),
+        truncate=values.get("truncate", True),
+    )
+
+
+def _longrope(values: Values, max_positions: int) -> LongRopeScaling:
+    original = _original(values, max_positions)
+    attention_factor = values.get("attention_factor")
+    if attention_factor is None:
+        factor = _factor(values, max_positions)
+        attention_factor = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongRopeScaling(
+        short_factor=tuple(values["short_factor"]),
+        long_factor=tuple(values["long_factor"]),
+        original_max_positions=original,
+        attention_factor=attention_factor,
+    )
+
+
+def _dynamic(values: Values, max_positions: int) -> DynamicScaling:
+    if _original(values, max_positions) != max_positions:
+        raise CheckpointError(
+            f"config.json: rope_type dynamic with {_ORIGINAL} {values[_ORIGINAL]} and max_position_embeddings "
+            f"{max_positions}: transformers scales from the latter; make both equal"
+        )
+    return DynamicScaling(factor=values["factor"], original_max_positions=max_positions)
+
+
+_TYPES = {
+    "default": RotaryType(needs=(), may_have=(), build=lambda _values, _positions: None),
+    "linear": RotaryType(
+        needs=("factor",), may_have=(), build=lambda values, _positions: LinearScaling(factor=values["factor"])
+    ),
+    "dynamic": RotaryType(needs=("factor",), may_have=(_ORIGINAL,), build=_dynamic),
+    "llama3": RotaryType(needs=("factor", "low_freq_factor", "high_freq_factor"), may_have=(_ORIGINAL,), build=_llama3),
+    "yarn": RotaryType(
+        needs=("factor",),
+        may_have=(_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        build=_yarn,
+    ),
+    "longrope": RotaryType(
+        needs=("short_factor", "long_factor"), may_have=(_ORIGINAL, "factor", "attention_factor"), build=_longrope
+    ),
+}
