@@ -20,6 +20,7 @@ from graphport.export.parity import Check, check, compare
 from graphport.export.parity_text import PARITY_TEXT
 from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
 
@@ -29,15 +30,15 @@ NUM_STEPS = 16  # decoded one by one at the end
 CHUNKS = (1, 7, 64)
 
 
-def parity_ids(model: Transformer, tokenizer_json: str | None, *, max_length: int, seed: int) -> list[int]:
+def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_length: int, seed: int) -> list[int]:
     """Ids to compare on: English text where there is a tokenizer, else seeded random ids."""
     length = min(NUM_IDS, max_length)
     if tokenizer_json is not None:
         ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(PARITY_TEXT).ids
-        if len(ids) >= length and max(ids) < model.config.vocab_size:
+        if len(ids) >= length and max(ids) < config.vocab_size:
             return ids[:length]
     random = np.random.default_rng(seed)
-    return [int(i) for i in random.integers(model.config.vocab_size, size=length)]
+    return [int(i) for i in random.integers(config.vocab_size, size=length)]
 
 
 def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -79,7 +80,7 @@ def certify_stages(
         whole = compare(reference, runner.logits(ids))
         checks.append(check("compiled", "max_abs", f"{len(ids)} tokens at once", whole))
         checks.append(check("compiled", "kl", f"{len(ids)} tokens at once", whole))
-        pieces = _pieces(len(ids))
+        pieces = pieces(len(ids))
         what = f"{len(ids)} tokens in {len(pieces)} chunks and steps"
         checks.append(check("compiled", "max_abs", what, compare(reference, runner.logits(ids, chunks=pieces))))
     return tuple(checks)
@@ -93,14 +94,14 @@ def certify_bundle(
     difference = compare(reference, runner.logits(ids))
     if plan.precision.weight_bits is None:
         return (check("compiled", "max_abs", f"{len(ids)} tokens, as shipped", difference),)
-    steps = compare(reference, runner.logits(ids, chunks=_pieces(len(ids))))
+    steps = compare(reference, runner.logits(ids, chunks=pieces(len(ids))))
     return (
         check(plan.precision.name, "kl", f"{len(ids)} tokens at once", difference),
         check(plan.precision.name, "kl", f"{len(ids)} tokens in chunks and steps", steps),
     )
 
 
-def _pieces(length: int) -> tuple[int, ...]:
+def pieces(length: int) -> tuple[int, ...]:
     """Chunk sizes that cover `length`: the fixed ones that fit, one piece, then single steps."""
     steps = min(NUM_STEPS, length - 1)
     chunks, left = [], length - steps

@@ -80,7 +80,7 @@ def export(
     exported = torch_to_onnx(CachedDecoder(opened.model, max_length=max_length), decoder_signature(config))
     with bundle_folder(out, force=force) as folder:
         checks: tuple[Check, ...] = ()
-        ids = parity_ids(opened.model, opened.tokenizer_json, max_length=max_length, seed=seed)
+        ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
         if verify:
             progress("running eager PyTorch")
             reference = eager_logits(opened.model, ids)
