@@ -80,9 +80,9 @@ def certify_stages(
         whole = compare(reference, runner.logits(ids))
         checks.append(check("compiled", "max_abs", f"{len(ids)} tokens at once", whole))
         checks.append(check("compiled", "kl", f"{len(ids)} tokens at once", whole))
-        pieces = pieces(len(ids))
-        what = f"{len(ids)} tokens in {len(pieces)} chunks and steps"
-        checks.append(check("compiled", "max_abs", what, compare(reference, runner.logits(ids, chunks=pieces))))
+        chunks = pieces(len(ids))
+        what = f"{len(ids)} tokens in {len(chunks)} chunks and steps"
+        checks.append(check("compiled", "max_abs", what, compare(reference, runner.logits(ids, chunks=chunks))))
     return tuple(checks)
 
 
