@@ -1,0 +1,178 @@
+"""graphport against transformers eager fp32: the same GGUF weights, prompts, threads and machine, interleaved.
+
+    python benchmarks/against_transformers.py BUNDLE MODEL.gguf [--threads 2] [--prompts 32,512,2048] [--out FILE.md]
+
+Rates are medians in tokens a second, batch 1, greedy. Also measured, each in a process of its own: time to load the
+bundle, peak memory of `graphport generate`, time and peak memory of the export that made the bundle.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+NEW_TOKENS = 32
+REPEATS = 3
+
+
+def main() -> None:
+    arguments = _arguments()
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(arguments.threads)
+    lengths = [int(text) for text in arguments.prompts.split(",")]
+    lines = [
+        f"# graphport {arguments.bundle.name} against transformers eager fp32",
+        "",
+        f"{datetime.date.today().isoformat()}, {_machine()}, {arguments.threads} threads.",
+        f"Command: `python benchmarks/against_transformers.py {arguments.bundle} {arguments.model}`",
+        "",
+        *_speed(arguments, lengths),
+        "",
+        *_processes(arguments),
+    ]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text, encoding="utf-8")
+
+
+def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from graphport.runtime import load
+    from graphport.runtime.benchmark import measure_speed
+
+    torch.set_num_threads(arguments.threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model.parent, gguf_file=arguments.model.name, dtype=torch.float32
+    ).eval()
+    lines = [
+        "| prompt | prefill graphport | prefill eager | ratio | decode graphport | decode eager | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    with load(arguments.bundle, threads=arguments.threads, max_batch=1) as lm:
+        measure_speed(lm, prompt_length=32, batch=1, new_tokens=4, repeats=1)  # warm
+        _eager_once(model, 32, 4, seed=99)
+        for length in lengths:
+            ours: list[tuple[float, float]] = []
+            theirs: list[tuple[float, float]] = []
+            for repeat in range(REPEATS):
+                row = measure_speed(
+                    lm, prompt_length=length, batch=1, new_tokens=NEW_TOKENS, repeats=1, seed=repeat
+                )
+                ours.append((row.prefill_tokens_per_s, row.decode_tokens_per_s))
+                theirs.append(_eager_once(model, length, NEW_TOKENS, seed=repeat))
+            prefill, decode = (statistics.median(pair[i] for pair in ours) for i in (0, 1))
+            eager_prefill, eager_decode = (statistics.median(pair[i] for pair in theirs) for i in (0, 1))
+            lines.append(
+                f"| {length} | {prefill:.0f} | {eager_prefill:.0f} | {prefill / eager_prefill:.2f} "
+                f"| {decode:.1f} | {eager_decode:.1f} | {decode / eager_decode:.2f} |"
+            )
+    return lines
+
+
+def _eager_once(model: object, length: int, new_tokens: int, *, seed: int) -> tuple[float, float]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+    with torch.inference_mode():
+        begin = time.perf_counter()
+        result = model(ids, use_cache=True, logits_to_keep=1)
+        token = result.logits[:, -1:].argmax(-1)
+        first = time.perf_counter()
+        for _ in range(new_tokens - 1):
+            result = model(token, past_key_values=result.past_key_values, use_cache=True)
+            token = result.logits[:, -1:].argmax(-1)
+        end = time.perf_counter()
+    return length / (first - begin), (new_tokens - 1) / (end - first)
+
+
+def _processes(arguments: argparse.Namespace) -> list[str]:
+    load_times = [float(_run(_LOAD, str(arguments.bundle))) for _ in range(REPEATS)]
+    peak = json.loads(_run(_GENERATE, str(arguments.bundle)))
+    lines = [
+        "| what | figure |",
+        "|---|---|",
+        f"| `load`, median of {REPEATS} | {statistics.median(load_times):.2f} s |",
+        f"| `generate` of 64 tokens: peak resident memory | {peak['peak_mib']:.0f} MiB |",
+        f"| of which weights on disk + cache | {peak['weights_mib']:.0f} + {peak['cache_mib']:.0f} MiB |",
+    ]
+    if not arguments.no_export:
+        with tempfile.TemporaryDirectory(dir=arguments.bundle.parent) as folder:
+            seconds, mib = _run(_EXPORT, str(arguments.model), f"{folder}/bundle").split()
+        lines.append(f"| export from GGUF to verified bundle | {float(seconds):.0f} s |")
+        lines.append(f"| export: peak resident memory | {float(mib):.0f} MiB |")
+    return lines
+
+
+_LOAD = """
+import sys, time
+begin = time.perf_counter()
+from graphport.runtime import load
+lm = load(sys.argv[1])
+print(time.perf_counter() - begin)
+"""
+
+_GENERATE = """
+import json, resource, sys
+from pathlib import Path
+from graphport.runtime import SamplingParams, load
+lm = load(sys.argv[1])
+lm.generate(["The capital of France is"], SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True))
+cache = lm._engine.cache
+mib = 1 << 20
+print(json.dumps({
+    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / mib,
+    "weights_mib": (Path(sys.argv[1]) / "model.onnx.data").stat().st_size / mib,
+    "cache_mib": cache.bytes_for(cache.num_slots, cache.capacity) / mib,
+}))
+"""
+
+_EXPORT = """
+import resource, sys, time
+begin = time.perf_counter()
+from graphport.export import export
+export(sys.argv[1], sys.argv[2])
+print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
+
+
+def _run(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _machine() -> str:
+    model = "unknown processor"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        text = cpuinfo.read_text(encoding="utf-8")
+        model = next((line.split(":")[1].strip() for line in text.splitlines() if "model name" in line), model)
+        features = [name for name in ("avx2", "avx512f", "avx512_vnni", "amx_int8") if f" {name}" in text]
+        model += f" ({', '.join(features)})"
+    return f"{platform.system()} {platform.machine()}, {model}, {os.cpu_count()} cores"
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundle", type=Path)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--prompts", default="32,512,2048")
+    parser.add_argument("--no-export", action="store_true", help="leave the export out")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
