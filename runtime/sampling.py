@@ -85,7 +85,8 @@ class Sampler:
         token_id = self._choose(logits, best)
         if self._history is not None:
             self._history.add_generated(token_id)
-        log_total = highest_logit + float(np.log(np.exp(logits - logits[best]).sum()))
+        with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its share 0
+            log_total = highest_logit + float(np.log(np.exp(logits - logits[best]).sum()))
         return Sample(
             token_id=token_id,
             logprob=float(logits[token_id]) - log_total,
@@ -145,8 +146,7 @@ class _History:
         """The logits [V] in float64 (a penalty may leave float32's range) after all three penalties."""
         scores = logits.astype(np.float64)
         if params.repetition_penalty != 1:
-            with np.errstate(over="ignore"):
-                penalise_repetition(scores, self._seen[: self._num_seen], params.repetition_penalty)
+            penalise_repetition(scores, self._seen[: self._num_seen], params.repetition_penalty)
         if params.presence_penalty or params.frequency_penalty:
             ids = self._generated[: self._num_generated]
             penalise_generated(

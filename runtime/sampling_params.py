@@ -93,12 +93,12 @@ class SamplingParams:
             ("temperature", 0.0, math.inf, "0 (greedy) or a finite positive number"),
             ("top_p", 0.0, 1.0, "a number from 0 (the most likely id only) to 1 (off)"),
             ("min_p", 0.0, 1.0, "a number from 0 (off) to 1"),
-            ("repetition_penalty", 0.0, math.inf, "a finite number above 0 (1 is off)"),
+            ("repetition_penalty", 1e-3, 1e3, "a number from 0.001 to 1000 (1 is off)"),
             ("presence_penalty", -2.0, 2.0, "a number from -2 to 2 (0 is off)"),
             ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2 (0 is off)"),
         ):
             value = _finite(name, getattr(self, name), allowed)
-            if not low <= value <= high or (name == "repetition_penalty" and value == 0):
+            if not low <= value <= high:
                 raise ValueError(f"{name}={value} must be {allowed}")
             self._set(name, value)
 

@@ -22,6 +22,13 @@ Config = Mapping[str, Any]  # a decoder's own JSON
 _BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
 
+# GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68, in order, for the characters from U+0100.
+_PRINTABLE = frozenset((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)))
+_BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + i): byte for i, byte in enumerate(sorted(frozenset(range(0x100)) - _PRINTABLE))
+}
+
+
 class Stage(Protocol):
     """One step of the decoder chain: token texts in, token texts (or pieces of the one fused text) out."""
 
@@ -139,12 +146,11 @@ class _ByteLevel:
     """GPT-2's byte alphabet: every character of a token is a byte; other tokens (added ones) are their UTF-8."""
 
     def __init__(self) -> None:
-        self._bytes = {character: byte for byte, character in _byte_characters().items()}
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: str) -> list[str]:
         try:
-            data = bytes([self._bytes[character] for character in token])
+            data = bytes([_BYTE_OF_CHARACTER[character] for character in token])
         except KeyError:  # a token outside the alphabet: `tokenizers` takes it as it is
             data = token.encode("utf-8")
         return [self._utf8.decode(data)]
@@ -249,13 +255,6 @@ class _StripText:
 
 def _replace_in_text(config: Config) -> Stage | None:
     return _ReplaceCharacter(config) if len(config["pattern"].get("String", "")) == 1 else None
-
-
-def _byte_characters() -> dict[int, str]:
-    """GPT-2's table: printable Latin-1 bytes stand for themselves, the other 68 for the characters from U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
 _FUSING = ("ByteLevel", "Fuse")

@@ -30,7 +30,7 @@ LINES = (
     "สวัสดีชาวโลก",
     "👋🌍 emoji 😀😃😄 and 🤗",
     "family 👨‍👩‍👧‍👦 joined, flags 🇫🇷🇯🇵, skin 👍🏽",
-    "∑ x² ≤ ∫ f(x) dx → ∞, α β γ",
+    "∑ x² ≤ ∫ f(x) dx → ∞, Δ Σ Ω",
     "https://example.org/path?q=1&r=2#frag",
     "user@example.org, +49 30 1234567, 3.14159, 1,000,000",
     "The quick brown fox jumps over the lazy dog.",
