@@ -22,7 +22,7 @@ Config = Mapping[str, Any]  # a decoder's own JSON
 _BYTE_TOKEN = re.compile(r"<0x(\+[0-9A-Fa-f]|[0-9A-Fa-f]{2})>")
 
 
-# GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68, in order, for the characters from U+0100.
+# GPT-2's alphabet: printable Latin-1 bytes stand for themselves, the other 68, in order, for U+0100 and what follows.
 _PRINTABLE = frozenset((*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)))
 _BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(sorted(frozenset(range(0x100)) - _PRINTABLE))
