@@ -1,0 +1,175 @@
+"""One row of logits in, one token id out: greedy or drawn, with its log probability.
+
+In: `SamplingParams`, the prompt's ids, and float32 logits [V] each step. Out: `Sample`. It does not decide when a
+sequence ends (the engine does), and it never changes the logits given: they may be the session's own buffer.
+
+Order of the filters: repetition, presence and frequency penalty on the raw logits -> temperature -> top_k -> top_p ->
+min_p -> softmax -> draw. This is the order of `transformers`; vLLM applies min_p before top_k and top_p.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.runtime.logit_filters import (
+    highest,
+    penalise_generated,
+    penalise_repetition,
+    scale_by_temperature,
+    surviving,
+)
+from graphport.runtime.sampling_params import SamplingParams
+
+__all__ = ["NonFiniteLogitsError", "Sample", "Sampler", "SamplingParams"]
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """Logits with NaN or +inf, or with nothing but -inf: the model's numbers have overflowed, no id may be chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One chosen id.
+
+    `logprob` is the id's log probability under the model's own distribution: the log-softmax of the raw logits, before
+    any penalty, temperature or filter (vLLM's default). `top_logprobs` holds the `SamplingParams.logprobs` most likely
+    ids of that distribution, most likely first, the lower id first among equals, ids of probability 0 left out.
+    """
+
+    token_id: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """Chooses the ids of one sequence. It owns that sequence's history and stream of random numbers.
+
+    Each drawn id takes exactly one number from the stream, so what a sequence gets depends on its seed and its logits
+    alone: not on its neighbours, the order of calls, or NumPy's global state, which is not touched.
+    """
+
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], *, vocab_size: int) -> None:
+        self._params = params
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(params.seed)
+        self._history = _History(vocab_size) if _has_penalty(params) else None
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        self._check_ids("prompt_ids", prompt)
+        self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))
+        if params.logprobs is not None and params.logprobs > vocab_size:
+            raise ValueError(f"logprobs={params.logprobs} must be at most the vocabulary's size, {vocab_size}")
+        if self._history is not None:
+            self._history.add_prompt(prompt)
+
+    def _check_ids(self, name: str, ids: NDArray[np.int64]) -> None:
+        outside = ids[(ids < 0) | (ids >= self._vocab_size)]
+        if len(outside):
+            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary: ids are 0 to {self._vocab_size - 1}")
+
+    def sample(self, logits: NDArray[np.float32]) -> Sample:
+        """Choose an id from float32 `logits` [V] and add it to the history.
+
+        Raises NonFiniteLogitsError for NaN or +inf, or if every entry is -inf (single -inf entries mean "never"), and
+        ValueError for another shape or dtype.
+        """
+        if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:
+            raise ValueError(
+                f"logits are {logits.dtype} {list(logits.shape)}; a sampler needs one row, float32 [{self._vocab_size}]"
+            )
+        best = int(logits.argmax())
+        highest_logit = float(logits[best])
+        if not np.isfinite(highest_logit):  # argmax finds NaN first, then +inf, and -inf only if there is nothing else
+            raise NonFiniteLogitsError(_non_finite_message(logits))
+        token_id = self._choose(logits, best)
+        if self._history is not None:
+            self._history.add_generated(token_id)
+        with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its share 0
+            log_total = highest_logit + float(np.log(np.exp(logits - logits[best]).sum()))
+        return Sample(
+            token_id=token_id,
+            logprob=float(logits[token_id]) - log_total,
+            top_logprobs=_most_likely(logits, log_total, self._params.logprobs or 0),
+        )
+
+    def _choose(self, logits: NDArray[np.float32], best: int) -> int:
+        scores = logits if self._history is None else self._history.penalise(logits, self._params)
+        if self._params.is_greedy:
+            return best if self._history is None else int(scores.argmax())
+        scaled = scale_by_temperature(scores, self._params.temperature)
+        ids, weights = surviving(
+            scaled, top_k=self._params.top_k or 0, top_p=self._params.top_p, min_p=self._params.min_p
+        )
+        return int(ids[draw(weights, float(self._random.random()))])
+
+
+def draw(weights: NDArray[np.float32], uniform: float) -> int:
+    """The place whose share of the weights holds `uniform` in [0, 1); never one of weight 0.
+
+    Inverse transform sampling: the first place whose cumulative sum (float64) exceeds `uniform * total`.
+    """
+    cumulative = np.cumsum(weights.astype(np.float64))
+    total = cumulative[-1]
+    point = min(uniform * total, np.nextafter(total, 0.0))  # the product may round up to the total
+    return int(np.searchsorted(cumulative, point, side="right"))
+
+
+class _History:
+    """Distinct ids seen so far and how often each was generated, kept so that a step costs what is distinct."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._is_seen = np.zeros(vocab_size, dtype=np.bool_)
+        self._seen = np.empty(vocab_size, dtype=np.int64)  # the first _num_seen entries: prompt and output
+        self._num_seen = 0
+        self._generated = np.empty(vocab_size, dtype=np.int64)  # the first _num_generated entries: output
+        self._num_generated = 0
+        self._counts = np.zeros(vocab_size, dtype=np.int64)
+
+    def add_prompt(self, ids: NDArray[np.int64]) -> None:
+        distinct = np.unique(ids)
+        self._is_seen[distinct] = True
+        self._seen[: len(distinct)] = distinct
+        self._num_seen = len(distinct)
+
+    def add_generated(self, token_id: int) -> None:
+        if not self._is_seen[token_id]:
+            self._is_seen[token_id] = True
+            self._seen[self._num_seen] = token_id
+            self._num_seen += 1
+        if self._counts[token_id] == 0:
+            self._generated[self._num_generated] = token_id
+            self._num_generated += 1
+        self._counts[token_id] += 1
+
+    def penalise(self, logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
+        """The logits [V] in float64 (a penalty may leave float32's range) after all three penalties."""
+        scores = logits.astype(np.float64)
+        if params.repetition_penalty != 1:
+            penalise_repetition(scores, self._seen[: self._num_seen], params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            ids = self._generated[: self._num_generated]
+            penalise_generated(
+                scores, ids, self._counts, presence=params.presence_penalty, frequency=params.frequency_penalty
+            )
+        return scores
+
+
+def _has_penalty(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def _most_likely(logits: NDArray[np.float32], log_total: float, count: int) -> tuple[tuple[int, float], ...]:
+    if count == 0:
+        return ()
+    ids = highest(logits, count)
+    ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+    return tuple((int(id_), float(logits[id_]) - log_total) for id_ in ids if logits[id_] != -np.inf)
+
+
+def _non_finite_message(logits: NDArray[np.float32]) -> str:
+    nan, plus, minus = (int(np.count_nonzero(x)) for x in (np.isnan(logits), logits == np.inf, logits == -np.inf))
+    return (
+        f"{nan + plus + minus} of {len(logits)} logits are not finite ({nan} NaN, {plus} +inf, {minus} -inf), so no id "
+        "can be chosen: the model overflowed at this step; export it with --precision fp32 or bf16"
+    )

@@ -1,0 +1,149 @@
+"""What a caller asks of generation: one frozen record with vLLM's names, checked completely at construction.
+
+In: keyword arguments. Out: `SamplingParams` with every field normalised (tuples, ints, floats). It draws nothing
+(see `sampling.py`), and it knows no vocabulary: what depends on one is checked where the two meet, by `Sampler`.
+"""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NOT_BUILT = {
+    "prompt_logprobs": "use `logits` for the distribution at every prompt position",
+    "logit_bias": "no substitute yet",
+    "bad_words": "no substitute yet",
+    "json_schema": "no substitute yet",
+    "regex": "no substitute yet",
+    "grammar": "no substitute yet",
+}
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the ids of one sequence, and when to end it.
+
+    max_new_tokens: None generates up to the length limit; 0 generates nothing.
+    temperature: divides the logits; 0 is greedy: the highest logit, the lowest id among equals, and no filter.
+    top_k: keep the k highest; 0 and None turn it off, more than the vocabulary keeps all of it.
+    top_p: keep the smallest set of most likely ids whose probability reaches top_p; 0 keeps one id, 1 is off.
+    min_p: drop ids less likely than min_p times the most likely one; 0 is off.
+    repetition_penalty: ids of prompt and output, once each: positive logits are divided, negative multiplied; 1 is off.
+    presence_penalty, frequency_penalty: taken from the logits of generated ids, once, and once an occurrence.
+    seed: the sequence's own stream of random numbers; None takes fresh entropy from the operating system.
+    stop, stop_token_ids: text and ids that end generation, besides the model's own end ids (unless `ignore_eos`).
+    logprobs: number of most likely alternatives to report for each id; None reports none.
+
+    n other than 1, prompt_logprobs, logit_bias, bad_words, json_schema, regex and grammar are not built yet: setting
+    one raises. Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
+    """
+
+    n: int = 1
+    max_new_tokens: int | None = None
+    temperature: float = 1.0
+    top_k: int | None = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] = ()
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        self._set("n", _integer("n", self.n, low=1, allowed="1"))
+        if self.n != 1:
+            raise ValueError(f"n={self.n} is not built yet: it must be 1; give the prompt {self.n} times instead")
+        for name, advice in _NOT_BUILT.items():
+            value = getattr(self, name)
+            if value is not None and not (name == "bad_words" and _is_empty(value)):
+                raise ValueError(f"{name}={value!r} is not built yet: leave it out ({advice})")
+        self._set_integers()
+        self._set_floats()
+        self._set("stop", _stop_strings(self.stop))
+        self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos={self.ignore_eos!r} must be True or False")
+
+    def _set_integers(self) -> None:
+        top_k = 0 if self.top_k is None else self.top_k
+        self._set("top_k", _integer("top_k", top_k, low=0, allowed="0 or None (off) or a positive integer"))
+        for name, allowed, high in (
+            ("max_new_tokens", "None (up to the length limit) or an integer from 0", None),
+            ("seed", f"None or an integer from 0 to {_LARGEST_SEED}", _LARGEST_SEED),
+            ("logprobs", "None or an integer from 0", None),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                self._set(name, _integer(name, value, low=0, high=high, allowed=allowed))
+
+    def _set_floats(self) -> None:
+        for name, low, high, allowed in (
+            ("temperature", 0.0, math.inf, "0 (greedy) or a finite positive number"),
+            ("top_p", 0.0, 1.0, "a number from 0 (the most likely id only) to 1 (off)"),
+            ("min_p", 0.0, 1.0, "a number from 0 (off) to 1"),
+            ("repetition_penalty", 1e-3, 1e3, "a number from 0.001 to 1000 (1 is off)"),
+            ("presence_penalty", -2.0, 2.0, "a number from -2 to 2 (0 is off)"),
+            ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2 (0 is off)"),
+        ):
+            value = _finite(name, getattr(self, name), allowed)
+            if not low <= value <= high:
+                raise ValueError(f"{name}={value} must be {allowed}")
+            self._set(name, value)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the highest logit is taken and nothing is drawn."""
+        return self.temperature == 0
+
+
+def _integer(name: str, value: object, *, low: int, allowed: str, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}={value!r} must be {allowed}, not {type(value).__name__}")
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name}={number} must be {allowed}")
+    return number
+
+
+def _finite(name: str, value: object, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r} must be {allowed}, not {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name}={number} must be {allowed}")
+    return number
+
+
+def _stop_strings(stop: object) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(text, str) for text in strings):
+        raise TypeError(f"stop={stop!r} must be a string or a sequence of strings")
+    if "" in strings:
+        raise ValueError(f"stop={stop!r} holds an empty string, which would end every text at once: remove it")
+    return tuple(strings)
+
+
+def _stop_ids(stop_token_ids: object) -> tuple[int, ...]:
+    if isinstance(stop_token_ids, str | bytes) or not isinstance(stop_token_ids, Sequence):
+        raise TypeError(f"stop_token_ids={stop_token_ids!r} must be a sequence of token ids")
+    allowed = "a token id (an integer from 0)"
+    return tuple(_integer(f"stop_token_ids[{i}]", id_, low=0, allowed=allowed) for i, id_ in enumerate(stop_token_ids))
+
+
+def _is_empty(value: object) -> bool:
+    return isinstance(value, Sequence) and len(value) == 0

@@ -1,0 +1,128 @@
+"""Text to ids and back, by the model's `tokenizer.json`; chat messages to ids by its `chat_template.jinja`.
+
+In: a folder, then text, ids or messages. Out: ids or text. It trains nothing, and knows no end ids (the manifest
+does). Special tokens written out in a text are read as special tokens, as in the reference tokenizers.
+"""
+
+import json
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from graphport.runtime.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, ChatTemplateError
+from graphport.runtime.text_stream import TextStream
+
+__all__ = ["SPECIAL_TOKENS_FILE", "ChatTemplateError", "TextStream", "Tokenizer"]
+
+SPECIAL_TOKENS_FILE = "tokenizer_config.json"  # Hugging Face's; only the names of special tokens are read
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` without truncation or padding, and the model's chat template if it has one."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+        tokenizer.no_truncation()  # a tokenizer.json may ask for both; they would change texts silently
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token.content for token in added.values() if token.special)
+        highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._vocab_size = highest_id + 1
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read `tokenizer.json` and, if they are there, `chat_template.jinja` and `tokenizer_config.json`.
+
+        Raises ValueError naming the file that is missing or damaged.
+        """
+        path = folder / TOKENIZER_FILE
+        if not path.is_file():
+            raise ValueError(f"{folder} has no {TOKENIZER_FILE}: without it there are ids, but no text")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the binding raises bare Exception
+            raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
+        return cls(tokenizer, _read_chat_template(folder))
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id that has a token; a model's head may be padded beyond it."""
+        return self._vocab_size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` can be used."""
+        return self._chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, by default with the special tokens (such as BOS) that the tokenizer puts around a text.
+
+        Raises TypeError for anything but str, and ValueError for lone surrogates, which are no Unicode text.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be str, not {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
+                "which is no Unicode character: decode its source as UTF-8, or replace it"
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, by default without special tokens. Raises ValueError for an id that has no token."""
+        checked = [self._checked(id_) for id_ in ids]
+        return self._tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
+
+    def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
+        """A decoder for ids that come one by one; what it gives in sum equals `decode`."""
+        return TextStream(self._tokenizer, self._special, skip_special_tokens=skip_special_tokens)
+
+    def render_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The prompt text of a chat. Raises ChatTemplateError; see `ChatTemplate.render`."""
+        if self._chat_template is None:
+            raise ChatTemplateError(f"this model has no {CHAT_TEMPLATE_FILE}: give it plain text instead of messages")
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """The prompt ids of a chat. The template writes all special tokens, so the tokenizer adds none of its own."""
+        text = self.render_chat_template(messages, add_generation_prompt=add_generation_prompt)
+        return self.encode(text, add_special_tokens=False)
+
+    def _checked(self, token_id: int) -> int:
+        if isinstance(token_id, bool) or not isinstance(token_id, numbers.Integral):
+            raise TypeError(f"a token id must be an integer, not {token_id!r}")
+        if not 0 <= token_id < self._vocab_size or self._tokenizer.id_to_token(int(token_id)) is None:
+            raise ValueError(f"token id {token_id} is not in the tokenizer's vocabulary (0 to {self._vocab_size - 1})")
+        return int(token_id)
+
+
+def _read_chat_template(folder: Path) -> ChatTemplate | None:
+    path = folder / CHAT_TEMPLATE_FILE
+    if not path.is_file():
+        return None
+    special_tokens = _read_special_tokens(folder / SPECIAL_TOKENS_FILE)
+    try:
+        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
+    except (ChatTemplateError, UnicodeDecodeError) as error:
+        raise ChatTemplateError(f"{path}: {error}") from error
+
+
+def _read_special_tokens(path: Path) -> dict[str, str] | None:
+    """Names and texts of special tokens; None without the file. An entry is a string or a record with `content`."""
+    if not path.is_file():
+        return None
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        tokens = {name: entries[name] for name in SPECIAL_TOKEN_NAMES if entries.get(name) is not None}
+        return {name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
