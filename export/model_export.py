@@ -35,7 +35,7 @@ from graphport.model_def.signature import (
     Manifest,
     decoder_signature,
 )
-from graphport.model_def.transformer import CachedDecoder, check_can_decode
+from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
 
 CERTIFICATE_FORMAT = 1
 
@@ -43,7 +43,7 @@ _CACHE_TYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": 
 
 
 def export(
-    source: str | Path,
+    source: str | Path | Transformer,
     out: str | Path,
     *,
     target: str = "cpu",
@@ -56,7 +56,7 @@ def export(
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
-    """Export `source` to the folder `out`.
+    """Export `source`, a checkpoint, a Python function or a module, to the folder `out`.
 
     `context` is the longest total length in tokens (None: what the model was made for). `require_fused` pins how
     often a rule fires ("all": no candidate left). `progress` is told each stage as it begins. Raises ValueError

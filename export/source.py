@@ -1,6 +1,6 @@
 """What the user names as SOURCE, as a module with everything that belongs to it.
 
-In: a Hugging Face folder or hub id, a .gguf file, or `path/to/file.py:function`. Out: `SourceModel`. Formats are read
+In: a Hugging Face folder or hub id, a .gguf file, or `path/to/file.py:function`. or a Transformer. Out: `SourceModel`. Formats are read
 by `model_def/checkpoint.py`.
 """
 
@@ -29,11 +29,14 @@ class SourceModel:
     notes: tuple[str, ...]
 
 
-def open_source(source: str | Path, *, seed: int) -> SourceModel:
+def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
     """Read `source`; `seed` draws the weights when a function returns a config alone.
 
-    Raises CheckpointError, in one line, for whatever cannot be read.
+    A Transformer is taken as it is, with its training mode. Raises CheckpointError, in one line, for whatever cannot
+    be read.
     """
+    if isinstance(source, Transformer):
+        return _without_text(source, {"format": "module", "name": type(source).__name__, "sha256": _hash(source)})
     path, colon, function = str(source).rpartition(":")
     if colon and path.endswith(".py"):
         return _open_function(Path(path), function, seed=seed)
@@ -69,12 +72,25 @@ def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
             f"{path}:{function} returned {type(made).__name__}; needed is a graphport TransformerConfig or Transformer "
             "(export any other module with graphport.export.torch_to_onnx.torch_to_onnx)"
         )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    source = {"format": "python", "name": f"{path.name}:{function}", "sha256": _hash(made)}
+    return _without_text(made.eval(), source, notes)
+
+
+def _without_text(model: Transformer, source: dict[str, str], notes: tuple[str, ...] = ()) -> SourceModel:
     return SourceModel(
-        model=made.eval(),
+        model=model,
         generation=GenerationDefaults(),
         tokenizer_json=None,
         chat_template=None,
-        source={"format": "python", "name": f"{path.name}:{function}", "sha256": digest},
+        source=source,
         notes=notes,
     )
+
+
+def _hash(model: Transformer) -> str:
+    """SHA-256 over names and bytes of the weights, hex."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(name.encode())
+        digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

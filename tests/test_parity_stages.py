@@ -1,0 +1,179 @@
+"""Every kind of tiny model through every stage: eager, exported, compiled, quantised, and the runtime's ways to run it."""
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import assert_parity, assert_same_choice
+from tiny_models import VOCAB, decode_length, tiny_configs, tiny_model, token_ids
+
+from graphport.export.bundle import write_graph
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_runner import GraphRunner
+from graphport.export.model_export import export
+from graphport.export.pipeline import compile_graph
+from graphport.export.quantize import quantize_blocks
+from graphport.export.targets import CPU
+from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.signature import GRAPH_FILE, decoder_signature
+from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.runtime import SamplingParams, load
+
+CONFIGS = tiny_configs()
+KINDS = sorted(CONFIGS)
+# The runtime is the same for all kinds; these differ in what the cache and the positions must do.
+RUNTIME_KINDS = (
+    "grouped_query",
+    "window",
+    "softcap_window",
+    "qk_norm",
+    "head_dim_20",
+    "learned",
+    "rotary_partial_0.25",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """One tiny model, its eager logits of `ids`, and a runner of each stage's graph."""
+
+    ids: list[int]
+    eager: np.ndarray
+    exported: GraphRunner
+    compiled: GraphRunner
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Staged:
+    config = CONFIGS[request.param]
+    model = tiny_model(config)
+    length = decode_length(config)
+    ids = token_ids(min(length, 40)).tolist()
+    folder = tmp_path_factory.mktemp(request.param)
+    plan = CompilePlan(config=config, target=CPU, precision=CPU.precision("fp32"), max_length=length)
+    graph = torch_to_onnx(CachedDecoder(model, max_length=length), decoder_signature(config))
+    runners = []
+    for stage in ("exported", "compiled"):
+        (folder / stage).mkdir()
+        if stage == "compiled":
+            compile_graph(graph, plan)
+        write_graph(graph, folder / stage)
+        runners.append(GraphRunner(folder / stage / GRAPH_FILE, config))
+    return Staged(ids=ids, eager=_eager(model, ids), exported=runners[0], compiled=runners[1])
+
+
+def test_the_exported_graph_equals_eager(staged: Staged) -> None:
+    found = staged.exported.logits(staged.ids, chunks=(3, 1))
+    assert_parity(found, staged.eager, "exported")
+    assert_same_choice(found, staged.eager, "exported")
+
+
+@pytest.mark.parametrize("chunks", [(), (1, 7), (1,) * 12], ids=["one_piece", "chunks", "single_steps"])
+def test_the_compiled_graph_equals_eager_however_it_is_fed(staged: Staged, chunks: tuple[int, ...]) -> None:
+    found = staged.compiled.logits(staged.ids, chunks=chunks)
+    assert_parity(found, staged.eager, "compiled")
+    assert_same_choice(found, staged.eager, "compiled")
+
+
+def test_the_compiled_graph_equals_the_exported_one(staged: Staged) -> None:
+    assert_parity(staged.compiled.logits(staged.ids), staged.exported.logits(staged.ids), "compiled")
+
+
+def test_ids_one_position_later_are_rejected(staged: Staged) -> None:
+    shifted = staged.compiled.logits([staged.ids[-1], *staged.ids[:-1]])
+    with pytest.raises(AssertionError):
+        assert_parity(shifted[1:], staged.eager[:-1], "compiled")
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("head", ["tied", "separate"])
+def test_quantised_graphs_equal_eager_with_the_weights_that_they_hold(tmp_path: Path, bits: int, head: str) -> None:
+    config = dataclasses.replace(CONFIGS["grouped_query"], head=head)
+    model = tiny_model(config)
+    exact = dataclasses.replace(CPU, accuracy_level=None)  # activations stay float: only the weights differ
+    plan = CompilePlan(config=config, target=exact, precision=CPU.precision(f"int{bits}"), max_length=40)
+    graph = torch_to_onnx(CachedDecoder(model, max_length=40), decoder_signature(config))
+    compile_graph(graph, plan)
+    write_graph(graph, tmp_path)
+    ids = token_ids(40).tolist()
+    found = GraphRunner(tmp_path / GRAPH_FILE, config, optimize=True).logits(ids, chunks=(5, 1))
+    assert_parity(found, _eager(_rounded(model, bits), ids), "quantised, exact activations")
+    with pytest.raises(AssertionError):
+        assert_parity(found, _eager(model, ids), "quantised, exact activations")
+
+
+@pytest.mark.parametrize("kind", RUNTIME_KINDS)
+def test_the_runtime_equals_eager_in_ragged_batches(tmp_path: Path, kind: str) -> None:
+    config = CONFIGS[kind]
+    model = tiny_model(config)
+    bundle = export(model, tmp_path / "bundle", precision="fp32")
+    assert all(check.passed for check in bundle.certificate)
+    prompts = [token_ids(length, seed=length).tolist() for length in (1, 2, 3, 5, 8, 13, 21, 34)]
+    params = SamplingParams(max_new_tokens=20, temperature=0.0)
+    with load(bundle.path, max_batch=8) as lm:
+        together = lm.generate(prompts, params)
+        backwards = lm.generate(prompts[::-1], params)[::-1]
+        for prompt, one, other in zip(prompts, together, backwards, strict=True):
+            whole = [*prompt, *one.token_ids]
+            eager = _eager(model, whole[:-1])[len(prompt) - 1 :]
+            assert len(one.token_ids) == 20
+            assert one.token_ids == other.token_ids
+            assert_same_choice(_one_hot(one.token_ids), eager, "compiled")
+        assert_parity(lm.logits([prompts[-1]])[0], _eager(model, prompts[-1]), "compiled")
+
+
+def test_b07_b08_a_prompt_gives_the_same_logits_whatever_its_neighbours(tmp_path: Path) -> None:
+    config = CONFIGS["learned"]
+    export(tiny_model(config), tmp_path / "bundle", precision="fp32", verify=False)
+    prompt = token_ids(5).tolist()
+    with load(tmp_path / "bundle", max_batch=4) as lm:
+        alone = lm.generate([prompt], SamplingParams(max_new_tokens=16, temperature=0.0, logprobs=3))[0]
+        for length in (1, 6, 9, 16, 31):
+            neighbours = [token_ids(length, seed=7).tolist(), [0] * length]
+            batch = lm.generate(
+                [neighbours[0], prompt, neighbours[1]], SamplingParams(max_new_tokens=16, temperature=0.0, logprobs=3)
+            )
+            assert batch[1].token_ids == alone.token_ids
+            assert alone.logprobs is not None
+            assert batch[1].logprobs is not None
+            found = [sample.logprob for sample in batch[1].logprobs]
+            assert_parity(found, [sample.logprob for sample in alone.logprobs], "compiled")
+
+
+def test_b28_large_activations_stay_equal_over_many_prompts(tmp_path: Path) -> None:
+    config = CONFIGS["qk_norm_unit_offset"]
+    model = tiny_model(config)
+    with torch.no_grad():
+        model.embedding.weight[3:5] *= 300
+    export(model, tmp_path / "bundle", precision="fp32", verify=False)
+    prompts = [[3, *token_ids(9, seed=seed).tolist(), 4] for seed in range(40)]
+    with load(tmp_path / "bundle") as lm:
+        for prompt, found in zip(prompts, lm.logits(prompts), strict=True):
+            assert_parity(found, _eager(model, prompt), "compiled")
+
+
+def _eager(model: Transformer, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]))[0].numpy()
+
+
+def _rounded(model: Transformer, bits: int) -> Transformer:
+    """The model with every matrix rounded as the exporter rounds it; tables keep 8 bits."""
+    rounded = copy.deepcopy(model)
+    state: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        is_table = name in ("embedding.weight", "head.weight")
+        if tensor.ndim == 2:
+            blocks = quantize_blocks(tensor.numpy(), 8 if is_table else bits)
+            tensor = torch.from_numpy(blocks.dequantize())
+        state[name] = tensor
+    rounded.load_state_dict(state)
+    return rounded
+
+
+def _one_hot(ids: tuple[int, ...]) -> np.ndarray:
+    return np.eye(VOCAB)[list(ids)]
