@@ -52,7 +52,7 @@ SHAPE_OPS = ("Shape", "Size", "Squeeze", "Unsqueeze", "Concat", "Slice", "Cast")
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
 # would otherwise be stored twice (an unfolded Reshape costs nothing).
-_LARGEST_FOLDED_CONSTANT = 65536
+_LARGEST_FOLDED_CONSTANT = 32768  # bytes
 
 _SESSION_ENTRIES = (
     ("session.record_ep_graph_assignment_info", "1"),

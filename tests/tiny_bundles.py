@@ -12,12 +12,16 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.signature import (
+    CHAT_TEMPLATE_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
+    TOKENIZER_FILE,
     WEIGHTS_FILE,
     FileRecord,
     GenerationDefaults,
@@ -33,6 +37,7 @@ from graphport.model_def.signature import (
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB = 2, 40, 4, 2, 16, 24, 283
 THETA, EPSILON = 10000.0, 1e-6
 MAX_LENGTH = 128
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -52,7 +57,7 @@ def tiny_config(max_length: int = MAX_LENGTH) -> TransformerConfig:
     )
     block = BlockConfig(attention=attention, feed_forward=FeedForwardConfig(width=WIDTH), norm=norm)
     return TransformerConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, max_positions=max_length, blocks=(block,) * LAYERS, final_norm=norm
+        vocab_size=VOCAB, hidden_size=HIDDEN, max_positions=max_length, blocks=(block,) * LAYERS, final_norm=norm, head="separate"
     )
 
 
@@ -63,7 +68,11 @@ def tiny_weights(seed: int = 0) -> Weights:
     def normal(*shape: int, scale: float) -> NDArray[np.float32]:
         return (random.standard_normal(shape) * scale).astype(np.float32)
 
-    weights = {"embedding": normal(VOCAB, HIDDEN, scale=1.0), "final_norm": 1 + normal(HIDDEN, scale=0.3)}
+    weights = {
+        "embedding": normal(VOCAB, HIDDEN, scale=1.0),
+        "head": normal(HIDDEN, VOCAB, scale=0.7),
+        "final_norm": 1 + normal(HIDDEN, scale=0.3),
+    }
     query_width, kv_width = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(LAYERS):
         qkv = normal(HIDDEN, query_width + 2 * kv_width, scale=HIDDEN**-0.5)
@@ -106,7 +115,7 @@ def reference_logits(
         hidden = hidden + _attention(qkv, angles, hide_before, swap_kv_heads) @ w[f"{layer}.output"]
         gate, up = np.split(_rms_norm(hidden, w[f"{layer}.feed_forward_norm"]) @ w[f"{layer}.gate_up"], 2, axis=-1)
         hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ w[f"{layer}.down"]
-    return _rms_norm(hidden, w["final_norm"]) @ w["embedding"].T
+    return _rms_norm(hidden, w["final_norm"]) @ w["head"]
 
 
 def _rms_norm(x: NDArray[np.float64], weight: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -146,7 +155,6 @@ def tiny_model(weights: Weights, max_length: int = MAX_LENGTH) -> onnx.ModelProt
         **weights,
         "cos": np.cos(angles),
         "sin": np.sin(angles),
-        "head": weights["embedding"].T.copy(),
         "flat": np.array([-1, HIDDEN], np.int64),
     }
 
@@ -210,12 +218,16 @@ def write_tiny_bundle(
     model: onnx.ModelProto | None = None,
     signature: Signature | None = None,
     target: str = "cpu",
+    tokenizer: bool = False,
 ) -> TinyBundle:
     """Write a bundle into `folder`; other arguments replace parts of it, to make it wrong on purpose."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights() if weights is None else weights
     model = tiny_model(weights, max_length) if model is None else model
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
+    if tokenizer:
+        tiny_tokenizer().save(str(folder / TOKENIZER_FILE))
+        (folder / CHAT_TEMPLATE_FILE).write_text(CHAT_TEMPLATE, encoding="utf-8")
     onnx.save(model, folder / GRAPH_FILE, save_as_external_data=True, location=WEIGHTS_FILE, size_threshold=100)
     write_manifest(folder, max_length=max_length, eos_token_ids=eos_token_ids, signature=signature, target=target)
     return TinyBundle(folder=folder, weights=weights)
@@ -244,6 +256,21 @@ def write_manifest(
         files={path.name: _record(path) for path in sorted(folder.iterdir()) if path.name != MANIFEST_FILE},
     )
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def tiny_tokenizer() -> tokenizers.Tokenizer:
+    """Byte-level BPE of at most VOCAB ids: 256 bytes, two special tokens, merges; nothing is added to a text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - 2,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, the end of the story. \U0001f600 \u4f60\u597d"], trainer)
+    return tokenizer
 
 
 def _record(path: Path) -> FileRecord:

@@ -1,0 +1,299 @@
+"""A bundle opened for use: text or ids in, text and ids out, whole or streamed, many requests at a time.
+
+In: prompts and SamplingParams. Out: `GenerationOutput`s, `StreamEvent`s, logits. It checks every request before anything
+runs; choosing tokens and batching are done by `sampling.py` and `engine.py`.
+
+Limits: prompt + new tokens <= max_length. A prompt of exactly max_length tokens is allowed and gets no new token. Where
+max_new_tokens would go beyond, generation ends at max_length; both end with reason "length".
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.runtime import sequence as requests
+from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.device import Device, DeviceWish
+from graphport.runtime.engine import Engine
+from graphport.runtime.sampling import Sample
+from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.sequence import FinishReason, ScoringSequence, StreamEvent
+from graphport.runtime.session import Session
+from graphport.runtime.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+
+PREFILL_CHUNK = 512
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOutput:
+    """What one prompt became.
+
+    `token_ids` are the new ids, an end id included; `text` is their text without end ids, cut before a stop string, and
+    empty when the bundle has no tokenizer. `logprobs` has one Sample a new id if SamplingParams.logprobs asked for it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_token_ids: tuple[int, ...]
+    logprobs: tuple[Sample, ...] | None = None
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    *,
+    device: DeviceWish = "auto",
+    max_batch: int = 8,
+    max_length: int | None = None,
+    threads: int | None = None,
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> "LanguageModel":
+    """Open a bundle.
+
+    max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
+    default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
+    the workspace and of how long running rows wait for a new prompt.
+    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    """
+    return LanguageModel(
+        open_bundle(bundle),
+        device=device,
+        max_batch=max_batch,
+        max_length=max_length,
+        threads=threads,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+class LanguageModel:
+    """An open bundle. Methods may be called from several threads: their requests share the batch.
+
+    Whoever waits for a result drives the engine, one step at a time under one lock, so a stream that nobody reads holds
+    up no one. Attributes: `device`, `max_length`, `vocab_size`, `tokenizer` (None if the bundle has none).
+    """
+
+    def __init__(
+        self,
+        bundle: BundleFiles,
+        *,
+        device: DeviceWish = "auto",
+        max_batch: int = 8,
+        max_length: int | None = None,
+        threads: int | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        longest = bundle.manifest.max_length
+        if max_length is not None and not 1 <= max_length <= longest:
+            raise ValueError(f"max_length must be 1 to {longest}, the bundle's own; got {max_length}")
+        if max_batch < 1:
+            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
+        self.max_length = longest if max_length is None else max_length
+        self.manifest = bundle.manifest
+        self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
+        session = Session(bundle, device=device, threads=threads)
+        self.vocab_size = session.vocab_size
+        self.device: Device = session.device
+        self._engine: Engine | None = Engine(
+            session, max_batch=max_batch, max_length=self.max_length, prefill_chunk=prefill_chunk
+        )
+        self._lock = threading.Lock()
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[GenerationOutput]:
+        """Continue every prompt, a str or a list of ids; outputs in the order of the prompts.
+
+        params: one for all, or one a prompt. All prompts are checked before any runs. Raises TypeError and ValueError
+        for requests, NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise TypeError(f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]")
+        each = _params_for_each(params, len(prompts))
+        sequences = [self._new_sequence(prompt, one, i) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))]
+        self._run(sequences)
+        return [_output(sequence) for sequence in sequences]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Continue one prompt, token by token; the texts of the events join to the text of `generate`.
+
+        The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
+        request and frees its place in the batch.
+        """
+        return self._events(self._new_sequence(prompt, params or SamplingParams()))
+
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+        """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template."""
+        return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params)
+
+    def logits(self, prompts: Sequence[Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
+        """Logits [len, vocab] of every position of each list of ids, through the cache path."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            raise TypeError(f"logits takes a list of lists of ids, got {type(prompts).__name__}")
+        sequences = [
+            ScoringSequence(self._checked_ids(ids, f"prompt {i}"), vocab_size=self.vocab_size)
+            for i, ids in enumerate(prompts)
+        ]
+        self._run(sequences)
+        return [sequence.logits for sequence in sequences]
+
+    def close(self) -> None:
+        """Give the session and the cache back; running requests end as cancelled, later ones raise."""
+        with self._lock:
+            engine, self._engine = self._engine, None
+            for sequence in engine.scheduler.all_sequences() if engine is not None else ():
+                sequence.cancel()
+
+    def __enter__(self) -> "LanguageModel":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def num_active(self) -> int:
+        """Requests that hold a place in the batch now."""
+        return 0 if self._engine is None else self._engine.scheduler.num_active
+
+    def _new_sequence(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> requests.Sequence:
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        if params.stop:
+            self._need_tokenizer("stop strings")
+        name = f"prompt {index}"
+        encoded = self._need_tokenizer("a str prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._checked_ids(encoded, name)
+        own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids
+        new = self.max_length if params.max_new_tokens is None else params.max_new_tokens
+        return requests.Sequence(
+            ids,
+            params,
+            vocab_size=self.vocab_size,
+            max_total=min(self.max_length, len(ids) + new),
+            end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
+            text_stream=None if self.tokenizer is None else self.tokenizer.stream(),
+            num_text_ids=0 if self.tokenizer is None else self.tokenizer.vocab_size,
+        )
+
+    def _need_tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
+        return self.tokenizer
+
+    def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
+        checked = prompt_ids(ids, name)
+        if len(checked) == 0:
+            raise ValueError(f"{name} is empty; give at least one token (for instance the begin-of-text id)")
+        if len(checked) > self.max_length:
+            raise ValueError(
+                f"{name} has {len(checked)} tokens, more than max_length ({self.max_length}); shorten it or load the "
+                "bundle with a larger max_length"
+            )
+        outside = [value for value in checked if not 0 <= value < self.vocab_size]
+        if outside:
+            raise ValueError(f"{name} has id {outside[0]}, outside the vocabulary of {self.vocab_size} ids (0 to size - 1)")
+        return checked
+
+    def _run(self, sequences: Sequence[requests.Sequence]) -> None:
+        try:
+            self._submit(sequences)
+            for sequence in sequences:
+                while not sequence.is_finished:
+                    self._advance(sequence)
+                _raise_error(sequence)
+        finally:
+            self._cancel(sequences)
+
+    def _events(self, sequence: requests.Sequence) -> Iterator[StreamEvent]:
+        try:
+            self._submit([sequence])
+            while not sequence.is_finished or sequence.events:
+                if sequence.events:
+                    yield sequence.events.popleft()
+                else:
+                    self._advance(sequence)
+            _raise_error(sequence)
+        finally:
+            self._cancel([sequence])
+
+    def _submit(self, sequences: Sequence[requests.Sequence]) -> None:
+        with self._lock:
+            engine = self._need_engine()
+            for sequence in sequences:
+                engine.submit(sequence)
+
+    def _advance(self, sequence: requests.Sequence) -> None:
+        """One step of the engine, unless another thread has finished `sequence` while this one waited."""
+        with self._lock:
+            if not sequence.is_finished:
+                self._need_engine().step()
+
+    def _cancel(self, sequences: Sequence[requests.Sequence]) -> None:
+        """Free the places of sequences that have not ended. Never waits: it may run inside a step, by the collector."""
+        engine = self._engine
+        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
+        if engine is None or not unfinished:
+            return
+        engine.cancellations.extend(unfinished)
+        if self._lock.acquire(blocking=False):
+            try:
+                engine.drop_cancelled()
+            finally:
+                self._lock.release()
+
+    def _need_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this LanguageModel is closed; load the bundle again")
+        return self._engine
+
+
+def prompt_ids(ids: object, name: str = "prompt") -> tuple[int, ...]:
+    """Token ids as a tuple of int, from a list, tuple or one-dimensional integer array of any layout.
+
+    Raises TypeError for anything else: bools and floats are refused even where they equal an integer.
+    """
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise TypeError(f"{name} is a {ids.dtype} array of shape {list(ids.shape)}; give one row of integer ids")
+        return tuple(ids.tolist())
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+        raise TypeError(f"{name} is a {type(ids).__name__}; give a str or a list of ids")
+    for value in ids:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{name} holds {value!r} ({type(value).__name__}); ids are integers")
+    return tuple(int(value) for value in ids)
+
+
+def _params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, str) or not isinstance(params, Sequence):
+        raise TypeError(f"params must be SamplingParams or a list of them, got {type(params).__name__}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
+    return params
+
+
+def _output(sequence: requests.Sequence) -> GenerationOutput:
+    assert sequence.finish_reason is not None
+    return GenerationOutput(
+        text=sequence.text,
+        token_ids=tuple(sequence.token_ids),
+        finish_reason=sequence.finish_reason,
+        prompt_token_ids=tuple(sequence.prompt_ids.tolist()),
+        logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
+    )
+
+
+def _raise_error(sequence: requests.Sequence) -> None:
+    if sequence.error is not None:
+        raise sequence.error
