@@ -104,11 +104,15 @@ def _check_file(folder: Path, name: str, size: int) -> None:
     try:
         status = target.stat()
     except FileNotFoundError as error:
-        raise ManifestError(f"{path} is missing; the manifest lists it, restore it or export the bundle again") from error
+        raise ManifestError(
+            f"{path} is missing; the manifest lists it, restore it or export the bundle again"
+        ) from error
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file; replace it by a copy of the file")
     if status.st_nlink > 1 and name in (GRAPH_FILE, WEIGHTS_FILE):
-        raise ValueError(f"{path} has {status.st_nlink} hard links, so it may be a file from elsewhere; copy the bundle")
+        raise ValueError(
+            f"{path} has {status.st_nlink} hard links, so it may be a file from elsewhere; copy the bundle"
+        )
     if status.st_size != size:
         raise ManifestError(
             f"{path} has {status.st_size} bytes, the manifest says {size}; it is torn or was changed, "
@@ -210,5 +214,5 @@ def _varint(data: mmap.mmap, position: int) -> tuple[int, int]:
 
 def _text(data: mmap.mmap, span: int | tuple[int, int]) -> str:
     if isinstance(span, int):
-        raise ValueError("a string field holds a number")  # noqa: TRY004 - a torn file, not a caller's type
+        raise ValueError("a string field holds a number")
     return data[span[0] : span[1]].decode("utf-8")

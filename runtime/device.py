@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import onnxruntime
-import psutil
+import psutil  # type: ignore[import-untyped]  # it ships no types
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 DeviceWish = Literal["auto", "cpu", "cuda"]
@@ -53,8 +53,8 @@ def open_inference_session(
 ) -> tuple[Any, Device]:
     """Open `graph` on the device of `wish` and verify that ONNX Runtime really took it.
 
-    `auto` follows the bundle's `target`: CUDA for a bundle compiled for it if CUDA can start, else the CPU; one log line
-    says what it took and why. Raises DeviceError when `cuda` was asked for and cannot start.
+    `auto` follows the bundle's `target`: CUDA for a bundle compiled for it if CUDA can start, else the CPU; one log
+    line says what it took and why. Raises DeviceError when `cuda` was asked for and cannot start.
     """
     if wish not in get_args(DeviceWish):
         raise ValueError(f"device must be one of {', '.join(get_args(DeviceWish))}; got {wish!r}")
@@ -91,7 +91,10 @@ def cuda_problem() -> str | None:
     if "libcuda.so.1" in missing:
         return "libcuda.so.1 is missing (no NVIDIA driver on this machine, or it is hidden from this container)"
     if missing:
-        return f"{', '.join(missing)} cannot be loaded; install CUDA 13 or pip install 'onnxruntime-gpu[cuda]' nvidia-cublas"
+        return (
+            f"{', '.join(missing)} cannot be loaded; install CUDA 13, or run "
+            "pip install 'onnxruntime-gpu[cuda]' nvidia-cublas"
+        )
     return None
 
 

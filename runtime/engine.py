@@ -71,7 +71,7 @@ class Engine:
             is_last = begin + len(ids) == len(sequence.prompt_ids)
             if is_last or sequence.wants_all_logits:
                 sequence.accept(logits)
-        except Exception as error:  # noqa: BLE001 - kept for the owner, who raises it; other owners' rows go on
+        except Exception as error:
             sequence.fail(error)
             is_last = True
         if sequence.is_finished:
@@ -93,13 +93,13 @@ class Engine:
             longest = self.cache.lengths[: len(rows)].max()
             self._fail([row for slot, row in enumerate(rows) if self.cache.lengths[slot] == longest], error)
             return
-        except Exception as error:  # noqa: BLE001 - kept for the owners, who raise it
+        except Exception as error:
             self._fail(rows, error)
             return
         for slot, sequence in enumerate(rows):
             try:
                 sequence.accept(logits[slot : slot + 1])
-            except Exception as error:  # noqa: BLE001 - kept for the owner, who raises it
+            except Exception as error:
                 sequence.fail(error)
         for sequence in rows:
             if sequence.is_finished:

@@ -1,7 +1,7 @@
 """A bundle opened for use: text or ids in, text and ids out, whole or streamed, many requests at a time.
 
-In: prompts and SamplingParams. Out: `GenerationOutput`s, `StreamEvent`s, logits. It checks every request before anything
-runs; choosing tokens and batching are done by `sampling.py` and `engine.py`.
+In: prompts and SamplingParams. Out: `GenerationOutput`s, `StreamEvent`s, logits. It checks every request before
+anything runs; choosing tokens and batching are done by `sampling.py` and `engine.py`.
 
 Limits: prompt + new tokens <= max_length. A prompt of exactly max_length tokens is allowed and gets no new token. Where
 max_new_tokens would go beyond, generation ends at max_length; both end with reason "length".
@@ -10,24 +10,24 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections import abc
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.runtime import sequence as requests
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
+from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.sampling import Sample
 from graphport.runtime.sampling_params import SamplingParams
-from graphport.runtime.sequence import FinishReason, ScoringSequence, StreamEvent
+from graphport.runtime.sequence import FinishReason, ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
 
@@ -109,21 +109,25 @@ class LanguageModel:
         self._lock = threading.Lock()
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: abc.Sequence[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] | None = None
     ) -> list[GenerationOutput]:
         """Continue every prompt, a str or a list of ids; outputs in the order of the prompts.
 
         params: one for all, or one a prompt. All prompts are checked before any runs. Raises TypeError and ValueError
         for requests, NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-            raise TypeError(f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]")
+        if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
+            raise TypeError(
+                f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]"
+            )
         each = _params_for_each(params, len(prompts))
-        sequences = [self._new_sequence(prompt, one, i) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))]
+        sequences = [
+            self._new_sequence(prompt, one, i) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
         self._run(sequences)
         return [_output(sequence) for sequence in sequences]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> abc.Iterator[StreamEvent]:
         """Continue one prompt, token by token; the texts of the events join to the text of `generate`.
 
         The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
@@ -131,13 +135,15 @@ class LanguageModel:
         """
         return self._events(self._new_sequence(prompt, params or SamplingParams()))
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Iterator[StreamEvent]:
+    def chat(
+        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None
+    ) -> abc.Iterator[StreamEvent]:
         """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template."""
         return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params)
 
-    def logits(self, prompts: Sequence[Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
+    def logits(self, prompts: abc.Sequence[abc.Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
         """Logits [len, vocab] of every position of each list of ids, through the cache path."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
             raise TypeError(f"logits takes a list of lists of ids, got {type(prompts).__name__}")
         sequences = [
             ScoringSequence(self._checked_ids(ids, f"prompt {i}"), vocab_size=self.vocab_size)
@@ -164,7 +170,7 @@ class LanguageModel:
         """Requests that hold a place in the batch now."""
         return 0 if self._engine is None else self._engine.scheduler.num_active
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> requests.Sequence:
+    def _new_sequence(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Sequence:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.stop:
@@ -174,7 +180,7 @@ class LanguageModel:
         ids = self._checked_ids(encoded, name)
         own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids
         new = self.max_length if params.max_new_tokens is None else params.max_new_tokens
-        return requests.Sequence(
+        return Sequence(
             ids,
             params,
             vocab_size=self.vocab_size,
@@ -190,20 +196,9 @@ class LanguageModel:
         return self.tokenizer
 
     def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
-        checked = prompt_ids(ids, name)
-        if len(checked) == 0:
-            raise ValueError(f"{name} is empty; give at least one token (for instance the begin-of-text id)")
-        if len(checked) > self.max_length:
-            raise ValueError(
-                f"{name} has {len(checked)} tokens, more than max_length ({self.max_length}); shorten it or load the "
-                "bundle with a larger max_length"
-            )
-        outside = [value for value in checked if not 0 <= value < self.vocab_size]
-        if outside:
-            raise ValueError(f"{name} has id {outside[0]}, outside the vocabulary of {self.vocab_size} ids (0 to size - 1)")
-        return checked
+        return checked_prompt_ids(ids, name, vocab_size=self.vocab_size, max_length=self.max_length)
 
-    def _run(self, sequences: Sequence[requests.Sequence]) -> None:
+    def _run(self, sequences: abc.Sequence[Sequence]) -> None:
         try:
             self._submit(sequences)
             for sequence in sequences:
@@ -213,7 +208,7 @@ class LanguageModel:
         finally:
             self._cancel(sequences)
 
-    def _events(self, sequence: requests.Sequence) -> Iterator[StreamEvent]:
+    def _events(self, sequence: Sequence) -> abc.Iterator[StreamEvent]:
         try:
             self._submit([sequence])
             while not sequence.is_finished or sequence.events:
@@ -225,19 +220,19 @@ class LanguageModel:
         finally:
             self._cancel([sequence])
 
-    def _submit(self, sequences: Sequence[requests.Sequence]) -> None:
+    def _submit(self, sequences: abc.Sequence[Sequence]) -> None:
         with self._lock:
             engine = self._need_engine()
             for sequence in sequences:
                 engine.submit(sequence)
 
-    def _advance(self, sequence: requests.Sequence) -> None:
+    def _advance(self, sequence: Sequence) -> None:
         """One step of the engine, unless another thread has finished `sequence` while this one waited."""
         with self._lock:
             if not sequence.is_finished:
                 self._need_engine().step()
 
-    def _cancel(self, sequences: Sequence[requests.Sequence]) -> None:
+    def _cancel(self, sequences: abc.Sequence[Sequence]) -> None:
         """Free the places of sequences that have not ended. Never waits: it may run inside a step, by the collector."""
         engine = self._engine
         unfinished = [sequence for sequence in sequences if not sequence.is_finished]
@@ -256,34 +251,19 @@ class LanguageModel:
         return self._engine
 
 
-def prompt_ids(ids: object, name: str = "prompt") -> tuple[int, ...]:
-    """Token ids as a tuple of int, from a list, tuple or one-dimensional integer array of any layout.
-
-    Raises TypeError for anything else: bools and floats are refused even where they equal an integer.
-    """
-    if isinstance(ids, np.ndarray):
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise TypeError(f"{name} is a {ids.dtype} array of shape {list(ids.shape)}; give one row of integer ids")
-        return tuple(ids.tolist())
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-        raise TypeError(f"{name} is a {type(ids).__name__}; give a str or a list of ids")
-    for value in ids:
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} holds {value!r} ({type(value).__name__}); ids are integers")
-    return tuple(int(value) for value in ids)
-
-
-def _params_for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _params_for_each(
+    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+) -> abc.Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
-    if isinstance(params, str) or not isinstance(params, Sequence):
+    if isinstance(params, str) or not isinstance(params, abc.Sequence):
         raise TypeError(f"params must be SamplingParams or a list of them, got {type(params).__name__}")
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
     return params
 
 
-def _output(sequence: requests.Sequence) -> GenerationOutput:
+def _output(sequence: Sequence) -> GenerationOutput:
     assert sequence.finish_reason is not None
     return GenerationOutput(
         text=sequence.text,
@@ -294,6 +274,6 @@ def _output(sequence: requests.Sequence) -> GenerationOutput:
     )
 
 
-def _raise_error(sequence: requests.Sequence) -> None:
+def _raise_error(sequence: Sequence) -> None:
     if sequence.error is not None:
         raise sequence.error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-import psutil
+import psutil  # type: ignore[import-untyped]  # it ships no types
 
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import DType, Manifest, TensorSpec, past_key
@@ -83,9 +83,7 @@ def free_memory() -> int:
 def require_memory(needed: int, free: int, *, what: str, advice: str) -> None:
     """Raise NotEnoughMemoryError when `needed` bytes for `what` exceed `free`."""
     if needed > free:
-        raise NotEnoughMemoryError(
-            f"{what} needs {needed / MIB:.1f} MiB, {free / MIB:.1f} MiB are free; {advice}"
-        )
+        raise NotEnoughMemoryError(f"{what} needs {needed / MIB:.1f} MiB, {free / MIB:.1f} MiB are free; {advice}")
 
 
 def _workspace(config: TransformerConfig, rows: int, logits_rows: int) -> int:

@@ -110,8 +110,7 @@ class Sequence:
     def _next_text(self, token_id: int) -> tuple[str, FinishReason | None]:
         if token_id in self._end_ids:
             return self._last_text(), "stop"
-        has_text = self._text_stream is not None and token_id < self._num_text_ids
-        piece = self._text_stream.push(token_id) if has_text else ""
+        piece = self._text_stream.push(token_id) if self._text_stream and token_id < self._num_text_ids else ""
         text, is_stopped = self._stops.push(piece)
         if is_stopped:
             return text, "stop"

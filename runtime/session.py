@@ -27,7 +27,14 @@ from graphport.model_def.signature import (
     present_value,
 )
 from graphport.runtime.bundle_files import BundleFiles
-from graphport.runtime.device import ORT_ERRORS, Device, DeviceError, DeviceWish, default_threads, open_inference_session
+from graphport.runtime.device import (
+    ORT_ERRORS,
+    Device,
+    DeviceError,
+    DeviceWish,
+    default_threads,
+    open_inference_session,
+)
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.memory import cache_specs, free_memory, require_memory
 

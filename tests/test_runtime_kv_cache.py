@@ -1,6 +1,7 @@
 """The KV cache: growth, limits, slots, and that nothing of an earlier sequence is visible to the next."""
 
 import ctypes
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -93,7 +94,9 @@ def test_growth_beyond_free_memory_is_refused_before_anything_is_taken() -> None
     _fill(cache, 0, 64, 1.0)
     one_old = cache.bytes_for(1, 64) // 3
     free[0] = cache.bytes_for(1, 128) - cache.bytes_for(1, 64) + one_old - 1
-    with pytest.raises(NotEnoughMemoryError, match=r"KV cache of 1 rows of 128 tokens needs .* MiB, .* are free; 127 tok"):
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"KV cache of 1 rows of 128 tokens needs .* MiB, .* are free; 127 tok"
+    ):
         cache.reserve(1, 65)
     assert _holds(cache, 0, 64, 1.0)
     assert cache.capacity == 64
@@ -230,7 +233,7 @@ class _FakeOrtValue:
     def ortvalue_from_shape_and_type(shape: Any, dtype: Any, device: str, _: int) -> Any:
         assert device == "cuda"
         array = np.zeros(shape, dtype)
-        return type("Value", (), {"array": array, "data_ptr": lambda self: array.ctypes.data})()
+        return types.SimpleNamespace(array=array, data_ptr=lambda: array.ctypes.data)
 
 
 @pytest.fixture
@@ -253,5 +256,3 @@ def test_device_rows_are_copied_by_pitch(fake_cuda: _FakeCuda, dtype: Any) -> No
     fake_cuda.status = 2
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         large.copy_row(small, 0, 0, 1)
-
-

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import tokenizers
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
@@ -57,7 +57,12 @@ def tiny_config(max_length: int = MAX_LENGTH) -> TransformerConfig:
     )
     block = BlockConfig(attention=attention, feed_forward=FeedForwardConfig(width=WIDTH), norm=norm)
     return TransformerConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, max_positions=max_length, blocks=(block,) * LAYERS, final_norm=norm, head="separate"
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        max_positions=max_length,
+        blocks=(block,) * LAYERS,
+        final_norm=norm,
+        head="separate",
     )
 
 
