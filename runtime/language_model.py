@@ -122,7 +122,8 @@ class LanguageModel:
             )
         each = _params_for_each(params, len(prompts))
         sequences = [
-            self._new_sequence(prompt, one, i) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+            self._new_sequence(prompt, one, f"prompt {i}")
+            for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
         ]
         self._run(sequences)
         return [_output(sequence) for sequence in sequences]
@@ -133,7 +134,7 @@ class LanguageModel:
         The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
         request and frees its place in the batch.
         """
-        return self._events(self._new_sequence(prompt, params or SamplingParams()))
+        return self._events(self._new_sequence(prompt, params or SamplingParams(), "prompt"))
 
     def chat(
         self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None
@@ -170,12 +171,11 @@ class LanguageModel:
         """Requests that hold a place in the batch now."""
         return 0 if self._engine is None else self._engine.scheduler.num_active
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, index: int = 0) -> Sequence:
+    def _new_sequence(self, prompt: Prompt, params: SamplingParams, name: str) -> Sequence:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.stop:
             self._need_tokenizer("stop strings")
-        name = f"prompt {index}"
         encoded = self._need_tokenizer("a str prompt").encode(prompt) if isinstance(prompt, str) else prompt
         ids = self._checked_ids(encoded, name)
         own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids

@@ -109,20 +109,21 @@ class Sequence:
 
     def _next_text(self, token_id: int) -> tuple[str, FinishReason | None]:
         if token_id in self._end_ids:
-            return self._last_text(), "stop"
+            return self._last_text()[0], "stop"
         piece = self._text_stream.push(token_id) if self._text_stream and token_id < self._num_text_ids else ""
         text, is_stopped = self._stops.push(piece)
         if is_stopped:
             return text, "stop"
         if not self._is_full():
             return text, None
-        return text + self._last_text(), "length"
+        rest, is_stopped = self._last_text()
+        return text + rest, "stop" if is_stopped else "length"
 
-    def _last_text(self) -> str:
-        """What is held back when no further token comes. A stop string completed by it still cuts the text."""
+    def _last_text(self) -> tuple[str, bool]:
+        """What is held back when no further token comes, and whether it completes a stop string, which cuts it."""
         piece = "" if self._text_stream is None else self._text_stream.flush()
         text, is_stopped = self._stops.push(piece)
-        return text if is_stopped else text + self._stops.flush()
+        return (text, True) if is_stopped else (text + self._stops.flush(), False)
 
     def _is_full(self) -> bool:
         return len(self.prompt_ids) + len(self.token_ids) >= self._max_total

@@ -5,6 +5,7 @@ It chooses no tokens, schedules nothing, and is not thread-safe. Legend: B rows,
 """
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -101,7 +102,8 @@ class Session:
         self.cache_specs = tuple(specs[past] for past, _ in self._cache_names)
         self._binding = self._session.io_binding()
         self._bound_rows: tuple[int, int, int] | None = None
-        self._bound_cache: tuple[int, int, int, int] | None = None
+        # Weak: the cache frees its old buffers while it grows. By reference, not by id(): ids are used again.
+        self._bound_cache: tuple[weakref.ref[KVCache], int, int, int] | None = None
         self._total = np.zeros((), np.int32)
         self._ids = np.zeros(0, np.int64)
         self._seqlens = np.zeros(0, np.int32)
@@ -150,7 +152,7 @@ class Session:
             shape = (num_rows, self.vocab_size)
             self._binding.bind_output(LOGITS, "cpu", 0, _ELEMENT_TYPES["float32"], shape, self._logits.ctypes.data)
             self._bound_rows = bound_rows
-        bound_cache = (id(cache), cache.generation, first_slot, batch)
+        bound_cache = (weakref.ref(cache), cache.generation, first_slot, batch)
         if self._bound_cache != bound_cache:
             self._bound_cache = None
             self._bind_cache(cache, first_slot, batch)

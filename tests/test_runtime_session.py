@@ -147,6 +147,21 @@ def test_b11_every_row_sees_its_own_tokens_in_a_buffer_longer_than_them(
         assert np.abs(got - reference_logits(bundle.weights, row)[-1]).max() < TOLERANCE
 
 
+def test_a_new_cache_is_bound_even_where_a_dead_one_lay(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    bind = session._bind_cache
+
+    def spy(cache: KVCache, first_slot: int, batch: int) -> None:
+        bound.append(id(cache))
+        bind(cache, first_slot, batch)
+
+    monkeypatch.setattr(session, "_bind_cache", spy)
+    for _ in range(20):
+        all_logits(session, random_ids(4), 4)
+    assert len(bound) == 20
+    assert len(set(bound)) < 20  # addresses were used again, so they cannot tell caches apart
+
+
 def test_only_the_rows_asked_for_are_returned(session: Session, bundle: TinyBundle) -> None:
     ids = random_ids(9)
     cache = session.new_cache(max_slots=1, max_length=64)

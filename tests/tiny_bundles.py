@@ -75,13 +75,13 @@ def tiny_weights(seed: int = 0) -> Weights:
 
     weights = {
         "embedding": normal(VOCAB, HIDDEN, scale=1.0),
-        "head": normal(HIDDEN, VOCAB, scale=0.7),
+        "head": normal(HIDDEN, VOCAB, scale=0.4),
         "final_norm": 1 + normal(HIDDEN, scale=0.3),
     }
     query_width, kv_width = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     for layer in range(LAYERS):
         qkv = normal(HIDDEN, query_width + 2 * kv_width, scale=HIDDEN**-0.5)
-        qkv[:, : query_width + kv_width] *= 2
+        qkv[:, : query_width + kv_width] *= 1.7
         weights[f"{layer}.qkv"] = qkv
         weights[f"{layer}.output"] = normal(query_width, HIDDEN, scale=2 * query_width**-0.5)
         weights[f"{layer}.gate_up"] = normal(HIDDEN, 2 * WIDTH, scale=HIDDEN**-0.5)
