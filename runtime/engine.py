@@ -1,7 +1,7 @@
 """Continuous batching: prompts run in chunks, rows decode together, finished rows leave and waiting ones join.
 
-In: sequences. Out: tokens, handed to each sequence as they come. It validates no requests, is not thread-safe (see
-`language_model.py`), and chooses no tokens itself.
+In: sequences. Out: tokens, handed to each sequence as they come. It validates no requests and chooses no tokens itself.
+One thread at a time may run a step (see `language_model.py`); others may `submit` and append to `cancellations`.
 """
 
 from collections import deque
@@ -29,6 +29,7 @@ class Engine:
         self.session = session
         self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
         self.scheduler = Scheduler(self.cache)
+        self.arrivals: deque[Sequence] = deque()
         self.cancellations: deque[Sequence] = deque()
         self.num_steps = 0
         self._prefill_chunk = prefill_chunk
@@ -36,9 +37,9 @@ class Engine:
         self._last_ids = np.zeros((max_batch, 1), np.int64)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; one that is finished already is left alone."""
+        """Queue a sequence; one that is finished already is left alone. May be called during a step."""
         if not sequence.is_finished:
-            self.scheduler.waiting.append(sequence)
+            self.arrivals.append(sequence)
 
     def step(self) -> None:
         """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
@@ -47,11 +48,21 @@ class Engine:
         self._decode()
 
     def drop_cancelled(self) -> None:
-        """End the sequences in `cancellations`, which other threads may append to, and free their slots."""
+        """End the sequences in `cancellations`, and free their slots. Not during a step."""
+        self._take_arrivals()
         while self.cancellations:
             sequence = self.cancellations.popleft()
             self.scheduler.remove(sequence)
             sequence.cancel()
+
+    def all_sequences(self) -> list[Sequence]:
+        """Every sequence that has not ended, in no particular order. Not during a step."""
+        self._take_arrivals()
+        return self.scheduler.all_sequences()
+
+    def _take_arrivals(self) -> None:
+        while self.arrivals:
+            self.scheduler.waiting.append(self.arrivals.popleft())
 
     def _prefill(self) -> None:
         budget = self._prefill_chunk

@@ -78,8 +78,10 @@ def load(
 class LanguageModel:
     """An open bundle. Methods may be called from several threads: their requests share the batch.
 
-    Whoever waits for a result drives the engine, one step at a time under one lock, so a stream that nobody reads holds
-    up no one. Attributes: `device`, `max_length`, `vocab_size`, `tokenizer` (None if the bundle has none).
+    Whoever waits for a result runs the engine's next step, or waits for the step that another thread runs, so a stream
+    that nobody reads holds up no one.
+
+    Attributes: `device`, `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class LanguageModel:
         self._engine: Engine | None = Engine(
             session, max_batch=max_batch, max_length=self.max_length, prefill_chunk=prefill_chunk
         )
-        self._lock = threading.Lock()
+        # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
+        self._turn = threading.Condition(threading.Lock())
+        self._is_stepping = False
 
     def generate(
         self, prompts: abc.Sequence[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] | None = None
@@ -155,10 +159,13 @@ class LanguageModel:
 
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
-        with self._lock:
+        with self._turn:
+            while self._is_stepping:
+                self._turn.wait()
             engine, self._engine = self._engine, None
-            for sequence in engine.scheduler.all_sequences() if engine is not None else ():
+            for sequence in engine.all_sequences() if engine is not None else ():
                 sequence.cancel()
+            self._turn.notify_all()
 
     def __enter__(self) -> "LanguageModel":
         return self
@@ -203,6 +210,7 @@ class LanguageModel:
             self._submit(sequences)
             for sequence in sequences:
                 while not sequence.is_finished:
+                    sequence.events.clear()  # its results are read at the end
                     self._advance(sequence)
                 _raise_error(sequence)
         finally:
@@ -221,29 +229,42 @@ class LanguageModel:
             self._cancel([sequence])
 
     def _submit(self, sequences: abc.Sequence[Sequence]) -> None:
-        with self._lock:
-            engine = self._need_engine()
-            for sequence in sequences:
-                engine.submit(sequence)
+        engine = self._need_engine()
+        for sequence in sequences:
+            engine.submit(sequence)
 
     def _advance(self, sequence: Sequence) -> None:
-        """One step of the engine, unless another thread has finished `sequence` while this one waited."""
-        with self._lock:
-            if not sequence.is_finished:
-                self._need_engine().step()
+        """Run one step of the engine, or wait for the steps that another thread runs until they reach `sequence`."""
+        with self._turn:
+            while self._is_stepping and not (sequence.events or sequence.is_finished):
+                self._turn.wait()
+            if sequence.events or sequence.is_finished:
+                return
+            engine = self._need_engine()
+            self._is_stepping = True
+        try:
+            engine.step()
+        finally:
+            with self._turn:
+                self._is_stepping = False
+                self._turn.notify_all()
 
     def _cancel(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Free the places of sequences that have not ended. Never waits: it may run inside a step, by the collector."""
+        """Free the places of sequences that have not ended, now or with the next step.
+
+        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
+        """
         engine = self._engine
         unfinished = [sequence for sequence in sequences if not sequence.is_finished]
         if engine is None or not unfinished:
             return
         engine.cancellations.extend(unfinished)
-        if self._lock.acquire(blocking=False):
+        if self._turn.acquire(blocking=False):
             try:
-                engine.drop_cancelled()
+                if not self._is_stepping:
+                    engine.drop_cancelled()
             finally:
-                self._lock.release()
+                self._turn.release()
 
     def _need_engine(self) -> Engine:
         if self._engine is None:

@@ -28,11 +28,6 @@ class Scheduler:
         return len(self.decoding) + (self.prefilling is not None)
 
     @property
-    def has_work(self) -> bool:
-        """Whether anything waits or runs."""
-        return bool(self.waiting) or self.num_active > 0
-
-    @property
     def prefill_slot(self) -> int:
         """The slot of the sequence in prefill."""
         return len(self.decoding)

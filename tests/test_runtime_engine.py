@@ -143,7 +143,7 @@ def test_waiting_prompts_join_as_rows_leave_first_come_first_served(session: Ses
     started: list[int] = []
     for sequence in requests:
         engine.submit(sequence)
-    while engine.scheduler.has_work:
+    while engine.all_sequences():
         engine.step()
         assert engine.cache.num_active == engine.scheduler.num_active <= 2
         started += [i for i, sequence in enumerate(requests) if sequence.token_ids and i not in started]
@@ -159,11 +159,11 @@ def test_rows_that_come_go_and_are_cancelled_at_random_never_disturb_each_other(
     requests = [request(random_ids(int(random.integers(1, 40)), i), int(random.integers(1, 20))) for i in range(14)]
     to_come = list(requests)
     cancelled = set()
-    while to_come or engine.scheduler.has_work:
+    while to_come or engine.all_sequences():
         if to_come and random.random() < 0.4:
             engine.submit(to_come.pop())
-        if random.random() < 0.05 and engine.scheduler.has_work:
-            victim = random.choice(np.array(engine.scheduler.all_sequences(), object))
+        if random.random() < 0.05 and engine.all_sequences():
+            victim = random.choice(np.array(engine.all_sequences(), object))
             engine.cancellations.append(victim)
             cancelled.add(victim)
         engine.step()
