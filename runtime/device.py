@@ -88,14 +88,12 @@ def cuda_problem() -> str | None:
     with contextlib.redirect_stdout(io.StringIO()):
         onnxruntime.preload_dlls(cuda=True, cudnn=True)
     missing = [name for name in CUDA_LIBRARIES if not _can_load(name)]
+    if not missing:
+        return None
+    advice = "install CUDA 13, or run pip install 'onnxruntime-gpu[cuda]' nvidia-cublas"
     if "libcuda.so.1" in missing:
-        return "libcuda.so.1 is missing (no NVIDIA driver on this machine, or it is hidden from this container)"
-    if missing:
-        return (
-            f"{', '.join(missing)} cannot be loaded; install CUDA 13, or run "
-            "pip install 'onnxruntime-gpu[cuda]' nvidia-cublas"
-        )
-    return None
+        advice = f"without libcuda.so.1 there is no NVIDIA driver here, or this container hides it; then {advice}"
+    return f"{', '.join(missing)} cannot be loaded; {advice}"
 
 
 def default_threads() -> int:
