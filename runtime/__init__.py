@@ -1,5 +1,6 @@
 """Bundle in, tokens out, on ONNX Runtime. Nothing here imports torch or onnx."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,4 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(_HOMES[name]), name)

@@ -65,7 +65,6 @@ class KVCache:
         last = self.num_active - 1
         if slot != last:
             self.copy_slot(last, slot)
-        self.lengths[last] = 0
         self.num_active = last
 
     def copy_slot(self, source: int, target: int) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import abc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +102,11 @@ class LanguageModel:
             raise ValueError(f"max_batch must be at least 1, got {max_batch}")
         self.max_length = longest if max_length is None else max_length
         self.manifest = bundle.manifest
-        self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
-        session = Session(bundle, device=device, threads=threads)
+        # Both take a good part of a second, the session mostly outside Python's lock.
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            opening = executor.submit(Session, bundle, device=device, threads=threads)
+            self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
+            session = opening.result()
         self.vocab_size = session.vocab_size
         self.device: Device = session.device
         self._engine: Engine | None = Engine(

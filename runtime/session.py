@@ -67,6 +67,8 @@ _SESSION_ENTRIES = (
     ("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLDED_CONSTANT)),
 )
 
+_LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
+
 _log = logging.getLogger(__name__)
 
 
@@ -226,6 +228,7 @@ def _open(bundle: BundleFiles, wish: DeviceWish, threads: int) -> tuple[Any, Dev
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
     for key, value in _SESSION_ENTRIES:
         options.add_session_config_entry(key, value)
     try:
