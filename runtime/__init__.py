@@ -1,1 +1,26 @@
 """Bundle in, tokens out, on ONNX Runtime. Nothing here imports torch or onnx."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphport.runtime.language_model import GenerationOutput, LanguageModel, load
+    from graphport.runtime.sampling_params import SamplingParams
+    from graphport.runtime.sequence import StreamEvent
+
+__all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "StreamEvent", "load"]
+
+# ONNX Runtime is loaded when something that needs it is first asked for.
+_HOMES = {
+    "GenerationOutput": "graphport.runtime.language_model",
+    "LanguageModel": "graphport.runtime.language_model",
+    "SamplingParams": "graphport.runtime.sampling_params",
+    "StreamEvent": "graphport.runtime.sequence",
+    "load": "graphport.runtime.language_model",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,122 @@
+"""Continuous batching: prompts run in chunks, rows decode together, finished rows leave and waiting ones join.
+
+In: sequences. Out: tokens, handed to each sequence as they come. It validates no requests and chooses no tokens itself.
+One thread at a time may run a step (see `language_model.py`); others may `submit` and append to `cancellations`.
+"""
+
+from collections import deque
+
+import numpy as np
+
+from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.scheduler import Scheduler
+from graphport.runtime.sequence import Sequence
+from graphport.runtime.session import Session
+
+# Logits of all positions are taken in pieces of at most this many bytes.
+_SCORING_BYTES = 1 << 26
+
+
+class Engine:
+    """Runs sequences over one session and one cache. A step prefills at most `prefill_chunk` tokens, then decodes once.
+
+    A failure of a sequence ends that sequence, with its error kept for its owner; the others go on.
+    """
+
+    def __init__(self, session: Session, *, max_batch: int, max_length: int, prefill_chunk: int) -> None:
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
+        self.session = session
+        self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
+        self.scheduler = Scheduler(self.cache)
+        self.arrivals: deque[Sequence] = deque()
+        self.cancellations: deque[Sequence] = deque()
+        self.num_steps = 0
+        self._prefill_chunk = prefill_chunk
+        self._scoring_chunk = max(1, _SCORING_BYTES // (4 * session.vocab_size))
+        self._last_ids = np.zeros((max_batch, 1), np.int64)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence; one that is finished already is left alone. May be called during a step."""
+        if not sequence.is_finished:
+            self.arrivals.append(sequence)
+
+    def step(self) -> None:
+        """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
+        self.drop_cancelled()
+        self._prefill()
+        self._decode()
+
+    def drop_cancelled(self) -> None:
+        """End the sequences in `cancellations`, and free their slots. Not during a step."""
+        self._take_arrivals()
+        while self.cancellations:
+            sequence = self.cancellations.popleft()
+            self.scheduler.remove(sequence)
+            sequence.cancel()
+
+    def all_sequences(self) -> list[Sequence]:
+        """Every sequence that has not ended, in no particular order. Not during a step."""
+        self._take_arrivals()
+        return self.scheduler.all_sequences()
+
+    def _take_arrivals(self) -> None:
+        while self.arrivals:
+            self.scheduler.waiting.append(self.arrivals.popleft())
+
+    def _prefill(self) -> None:
+        budget = self._prefill_chunk
+        while budget > 0 and (sequence := self.scheduler.next_prefill()) is not None:
+            budget -= self._run_chunk(sequence, budget)
+
+    def _run_chunk(self, sequence: Sequence, budget: int) -> int:
+        """Run the next part of a prompt, at batch 1 on its slot; returns the number of tokens."""
+        slot = self.scheduler.prefill_slot
+        begin = int(self.cache.lengths[slot])
+        limit = min(budget, self._scoring_chunk) if sequence.wants_all_logits else budget
+        ids = sequence.prompt_ids[begin : begin + limit]
+        rows = np.arange(len(ids)) if sequence.wants_all_logits else None
+        try:
+            self.num_steps += 1
+            logits = self.session.step(self.cache, ids[np.newaxis], rows, first_slot=slot)
+            is_last = begin + len(ids) == len(sequence.prompt_ids)
+            if is_last or sequence.wants_all_logits:
+                sequence.accept(logits)
+        except Exception as error:
+            sequence.fail(error)
+            is_last = True
+        if sequence.is_finished:
+            self.scheduler.remove(sequence)
+        elif is_last:
+            self.scheduler.start_decoding()
+        return len(ids)
+
+    def _decode(self) -> None:
+        rows = list(self.scheduler.decoding)
+        if not rows:
+            return
+        for slot, sequence in enumerate(rows):
+            self._last_ids[slot, 0] = sequence.token_ids[-1]
+        try:
+            self.num_steps += 1
+            logits = self.session.step(self.cache, self._last_ids[: len(rows)])
+        except MemoryError as error:  # the cache could not grow: only the rows that need it fail
+            longest = self.cache.lengths[: len(rows)].max()
+            self._fail([row for slot, row in enumerate(rows) if self.cache.lengths[slot] == longest], error)
+            return
+        except Exception as error:
+            self._fail(rows, error)
+            return
+        for slot, sequence in enumerate(rows):
+            try:
+                sequence.accept(logits[slot : slot + 1])
+            except Exception as error:
+                sequence.fail(error)
+        for sequence in rows:
+            if sequence.is_finished:
+                self.scheduler.remove(sequence)
+
+    def _fail(self, rows: list[Sequence], error: Exception) -> None:
+        for sequence in rows:
+            sequence.fail(error)
+            self.scheduler.remove(sequence)

@@ -1,0 +1,160 @@
+"""One request on its way: its prompt, what has been generated, its text, and why it ended.
+
+In: a prompt, SamplingParams, and one row of logits a step. Out: `StreamEvent`s and a finish reason. It runs no model
+and knows no slot (see `scheduler.py`).
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
+from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.stop_strings import StopStrings
+from graphport.runtime.tokenizer import TextStream
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamEvent:
+    """One generated token and the text that may be shown since the last one.
+
+    `text` may be empty (an unfinished character, or the possible beginning of a stop string). `finish_reason` stands in
+    the last event only, whose text holds all that was held back. A request that generates nothing has one event with
+    `token_id` and `logprob` None.
+    """
+
+    text: str
+    token_id: int | None
+    logprob: float | None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class Sequence:
+    """A request and its state. The engine calls `accept`, `fail` and `finish`; owners read `events` and the results.
+
+    Ids that end it: `end_ids`. The end id is part of `token_ids` and not of the text. It also ends, with reason
+    "length", when prompt and new tokens reach `max_total`. Ids from `num_text_ids` on have no text: heads are often
+    padded beyond the tokenizer.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        vocab_size: int,
+        max_total: int,
+        end_ids: frozenset[int] = frozenset(),
+        text_stream: TextStream | None = None,
+        num_text_ids: int = 0,
+    ) -> None:
+        self.prompt_ids = np.array(prompt_ids, np.int64)
+        self.params = params
+        self.token_ids: list[int] = []
+        self.samples: list[Sample] = []
+        self.text = ""
+        self.events: deque[StreamEvent] = deque()
+        self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        self._sampler = Sampler(params, prompt_ids, vocab_size=vocab_size)
+        self._text_stream = text_stream
+        self._num_text_ids = num_text_ids
+        self._stops = StopStrings(params.stop)
+        self._end_ids = end_ids
+        self._max_total = max_total
+        if self._is_full():
+            self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length"))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended, for any reason or by an error."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """Whether the logits of every prompt position are asked for, rather than new tokens."""
+        return False
+
+    def accept(self, logits: NDArray[np.float32]) -> None:
+        """Choose the next token from `logits` [1, vocab] and add its text. Raises NonFiniteLogitsError."""
+        sample = self._sampler.sample(logits[0])
+        self.token_ids.append(sample.token_id)
+        self.samples.append(sample)
+        text, reason = self._next_text(sample.token_id)
+        self.text += text
+        self._emit(
+            StreamEvent(
+                text=text,
+                token_id=sample.token_id,
+                logprob=sample.logprob,
+                top_logprobs=sample.top_logprobs,
+                finish_reason=reason,
+            )
+        )
+
+    def cancel(self) -> None:
+        """End it without a further token."""
+        if not self.is_finished:
+            self.finish_reason = "cancelled"
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, which its owner raises."""
+        self.error = error
+
+    def _next_text(self, token_id: int) -> tuple[str, FinishReason | None]:
+        if token_id in self._end_ids:
+            return self._last_text()[0], "stop"
+        piece = self._text_stream.push(token_id) if self._text_stream and token_id < self._num_text_ids else ""
+        text, is_stopped = self._stops.push(piece)
+        if is_stopped:
+            return text, "stop"
+        if not self._is_full():
+            return text, None
+        rest, is_stopped = self._last_text()
+        return text + rest, "stop" if is_stopped else "length"
+
+    def _last_text(self) -> tuple[str, bool]:
+        """What is held back when no further token comes, and whether it completes a stop string, which cuts it."""
+        piece = "" if self._text_stream is None else self._text_stream.flush()
+        text, is_stopped = self._stops.push(piece)
+        return (text, True) if is_stopped else (text + self._stops.flush(), False)
+
+    def _is_full(self) -> bool:
+        return len(self.prompt_ids) + len(self.token_ids) >= self._max_total
+
+    def _emit(self, event: StreamEvent) -> None:
+        self.events.append(event)  # before the reason: a reader that sees the reason also sees the event
+        self.finish_reason = event.finish_reason
+
+
+class ScoringSequence(Sequence):
+    """A request for the logits of every position of its prompt; it generates nothing."""
+
+    def __init__(self, prompt_ids: tuple[int, ...], *, vocab_size: int) -> None:
+        super().__init__(prompt_ids, SamplingParams(), vocab_size=vocab_size, max_total=len(prompt_ids) + 1)
+        self.logits = np.empty((len(prompt_ids), vocab_size), np.float32)
+        self._num_scored = 0
+
+    @property
+    def wants_all_logits(self) -> bool:
+        """True: see Sequence."""
+        return True
+
+    def accept(self, logits: NDArray[np.float32]) -> None:
+        """Keep `logits` [n, vocab] of the next n positions. Raises NonFiniteLogitsError."""
+        if not np.isfinite(logits).all():
+            position = self._num_scored + int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+            raise NonFiniteLogitsError(
+                f"the logits at position {position} are not finite: the model overflowed; export it with "
+                "--precision fp32 or bf16"
+            )
+        self.logits[self._num_scored : self._num_scored + len(logits)] = logits
+        self._num_scored += len(logits)
+        if self._num_scored == len(self.prompt_ids):
+            self.finish_reason = "length"

@@ -1,0 +1,253 @@
+"""One decoder graph on ONNX Runtime: opened, checked against its manifest, and run one step at a time.
+
+In: a checked bundle, token ids and a KVCache. Out: logits of the rows asked for, with the cache appended in place.
+It chooses no tokens, schedules nothing, and is not thread-safe. Legend: B rows, S new tokens a row, R logits rows.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from graphport.model_def.signature import (
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_ROWS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    DType,
+    TensorSpec,
+    past_key,
+    past_value,
+    present_key,
+    present_value,
+)
+from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.device import (
+    ORT_ERRORS,
+    Device,
+    DeviceError,
+    DeviceWish,
+    default_threads,
+    open_inference_session,
+)
+from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.memory import cache_specs, free_memory, require_memory
+
+# Element type numbers of onnx.proto3 (TensorProto.DataType) and ONNX Runtime's names for them.
+_ELEMENT_TYPES: dict[DType, int] = {
+    "float32": 1,
+    "uint8": 2,
+    "int8": 3,
+    "int32": 6,
+    "int64": 7,
+    "float16": 10,
+    "bfloat16": 16,
+}
+_ORT_TYPES: dict[DType, str] = {
+    **{name: f"tensor({name})" for name in _ELEMENT_TYPES},
+    "float32": "tensor(float)",
+}
+
+# Ops that ONNX Runtime may keep on the CPU under CUDA because they compute shapes only. Gather is not among them: it
+# may be the embedding.
+SHAPE_OPS = ("Shape", "Size", "Squeeze", "Unsqueeze", "Concat", "Slice", "Cast")
+
+# Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
+# would otherwise be stored twice (an unfolded Reshape costs nothing).
+_LARGEST_FOLDED_CONSTANT = 32768  # bytes
+
+_SESSION_ENTRIES = (
+    ("session.record_ep_graph_assignment_info", "1"),
+    ("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLDED_CONSTANT)),
+)
+
+_LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """An open decoder graph.
+
+    Attributes: `device`, where it runs; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
+    """
+
+    def __init__(self, bundle: BundleFiles, *, device: DeviceWish = "auto", threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}; leave it out for one a core")
+        require_memory(
+            bundle.weights_bytes,
+            free_memory(),
+            what=f"loading {bundle.graph}",
+            advice="export with a smaller precision or use a larger machine",
+        )
+        self.threads = default_threads() if threads is None else threads
+        self.manifest = bundle.manifest
+        self.vocab_size = bundle.manifest.config.vocab_size
+        self._session, self.device = _open(bundle, device, self.threads)
+        self.placement = _placement(self._session)
+        check_placement(self.placement, self.device)
+        check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
+        check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
+        self._cache_names = [
+            names
+            for layer in range(bundle.manifest.config.num_layers)
+            for names in ((past_key(layer), present_key(layer)), (past_value(layer), present_value(layer)))
+        ]
+        specs = {spec.name: spec for spec in cache_specs(bundle.manifest)}
+        self.cache_specs = tuple(specs[past] for past, _ in self._cache_names)
+        self._binding = self._session.io_binding()
+        self._bound_rows: tuple[int, int, int] | None = None
+        # Weak: the cache frees its old buffers while it grows. By reference, not by id(): ids are used again.
+        self._bound_cache: tuple[weakref.ref[KVCache], int, int, int] | None = None
+        self._total = np.zeros((), np.int32)
+        self._ids = np.zeros(0, np.int64)
+        self._seqlens = np.zeros(0, np.int32)
+        self._rows = np.zeros(0, np.int64)
+        self._logits = np.zeros((0, self.vocab_size), np.float32)
+
+    def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
+        """An empty cache for this graph on its device."""
+        return KVCache(self.cache_specs, max_slots=max_slots, max_length=max_length, device=self.device)
+
+    def step(
+        self, cache: KVCache, ids: NDArray[np.int64], rows: NDArray[np.int64] | None = None, *, first_slot: int = 0
+    ) -> NDArray[np.float32]:
+        """Append `ids` [B, S] to slots first_slot .. first_slot+B-1 and return logits [R, vocab].
+
+        `rows` [R] are indices into the flattened [B * S] positions; None asks for the last position of each row. Rows
+        may differ in length when S is 1; several new tokens a row need B = 1 (GroupQueryAttention's rule). The result
+        is a buffer that the next step overwrites. The slots must be active. If a step fails, their lengths stay.
+        """
+        batch, length = ids.shape
+        if length > 1 and batch > 1:
+            raise ValueError(f"a step of {length} tokens takes one row at a time, got {batch}")
+        if not 0 <= first_slot <= first_slot + batch <= cache.num_active:
+            raise ValueError(f"slots {first_slot} to {first_slot + batch - 1} are not active; {cache.num_active} are")
+        num_rows = batch if rows is None else len(rows)
+        after = cache.lengths[first_slot : first_slot + batch] + length
+        total = int(after.max())
+        cache.reserve(first_slot + batch, total)
+        self._bind(cache, first_slot, batch, length, num_rows)
+        self._ids[: batch * length] = ids.reshape(-1)
+        np.subtract(after, 1, out=self._seqlens[:batch])
+        self._total[()] = total
+        self._rows[:num_rows] = np.arange(length - 1, batch * length, length) if rows is None else rows
+        if self.device != "cpu":  # ONNX Runtime copies an input to the device when it is bound
+            self._bind_inputs(batch, length, num_rows)
+        self._session.run_with_iobinding(self._binding)
+        cache.advance(first_slot, batch, length)
+        return self._logits[:num_rows]
+
+    def _bind(self, cache: KVCache, first_slot: int, batch: int, length: int, num_rows: int) -> None:
+        bound_rows = (batch, length, num_rows)
+        if self._bound_rows != bound_rows:
+            self._bound_rows = None
+            self._grow_buffers(batch * length, batch, num_rows)
+            self._bind_inputs(batch, length, num_rows)
+            shape = (num_rows, self.vocab_size)
+            self._binding.bind_output(LOGITS, "cpu", 0, _ELEMENT_TYPES["float32"], shape, self._logits.ctypes.data)
+            self._bound_rows = bound_rows
+        bound_cache = (weakref.ref(cache), cache.generation, first_slot, batch)
+        if self._bound_cache != bound_cache:
+            self._bound_cache = None
+            self._bind_cache(cache, first_slot, batch)
+            self._bound_cache = bound_cache
+
+    def _grow_buffers(self, num_ids: int, batch: int, num_rows: int) -> None:
+        if len(self._ids) < num_ids:
+            self._ids = np.zeros(num_ids, np.int64)
+        if len(self._seqlens) < batch:
+            self._seqlens = np.zeros(batch, np.int32)
+        if len(self._rows) < num_rows:
+            self._rows = np.zeros(num_rows, np.int64)
+            self._logits = np.zeros((num_rows, self.vocab_size), np.float32)
+
+    def _bind_inputs(self, batch: int, length: int, num_rows: int) -> None:
+        bind = self._binding.bind_input
+        bind(INPUT_IDS, "cpu", 0, _ELEMENT_TYPES["int64"], (batch, length), self._ids.ctypes.data)
+        bind(SEQLENS_K, "cpu", 0, _ELEMENT_TYPES["int32"], (batch,), self._seqlens.ctypes.data)
+        bind(TOTAL_SEQUENCE_LENGTH, "cpu", 0, _ELEMENT_TYPES["int32"], (), self._total.ctypes.data)
+        bind(LOGITS_ROWS, "cpu", 0, _ELEMENT_TYPES["int64"], (num_rows,), self._rows.ctypes.data)
+
+    def _bind_cache(self, cache: KVCache, first_slot: int, batch: int) -> None:
+        for (past, present), spec, buffer in zip(self._cache_names, cache.specs, cache.buffers, strict=True):
+            shape = (batch, *buffer.shape[1:])
+            place = (self.device, 0, _ELEMENT_TYPES[spec.dtype], shape, buffer.address(first_slot))
+            self._binding.bind_input(past, *place)
+            self._binding.bind_output(present, *place)
+
+
+def check_signature(what: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> None:
+    """Compare a graph's inputs or outputs (ONNX Runtime NodeArgs) with the manifest's; raises ValueError by name."""
+    found = {node.name: node for node in nodes}
+    expected = {spec.name: spec for spec in specs}
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing or extra:
+        raise ValueError(
+            f"the graph's {what}s differ from the manifest: missing {', '.join(missing) or 'none'}, "
+            f"not expected {', '.join(extra) or 'none'}; export the bundle again"
+        )
+    for name, spec in expected.items():
+        node = found[name]
+        same_rank = len(node.shape) == len(spec.shape)
+        fixed = zip(spec.shape, node.shape, strict=True) if same_rank else ()
+        agrees = all(not isinstance(want, int) or not isinstance(got, int) or want == got for want, got in fixed)
+        if node.type != _ORT_TYPES[spec.dtype] or not same_rank or not agrees:
+            raise ValueError(
+                f"graph {what} {name} is {node.type} {list(node.shape)}, the manifest says {spec.dtype} "
+                f"{list(spec.shape)}; export the bundle again"
+            )
+
+
+def check_placement(placement: Mapping[tuple[str, str], int], device: Device) -> None:
+    """Raise DeviceError when a node that computes runs on the CPU although the device is another."""
+    if device == "cpu":
+        return
+    stray = {
+        op: count
+        for (provider, op), count in placement.items()
+        if provider == "CPUExecutionProvider" and op not in SHAPE_OPS
+    }
+    if stray:
+        named = ", ".join(f"{count} x {op}" for op, count in sorted(stray.items()))
+        raise DeviceError(
+            f"device {device} was chosen, but {named} would run on the CPU; export the bundle with target {device}, "
+            "or use device='cpu'"
+        )
+
+
+def _open(bundle: BundleFiles, wish: DeviceWish, threads: int) -> tuple[Any, Device]:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
+    for key, value in _SESSION_ENTRIES:
+        options.add_session_config_entry(key, value)
+    try:
+        return open_inference_session(bundle.graph, options, wish=wish, target=bundle.manifest.target)
+    except DeviceError:
+        raise
+    except ORT_ERRORS as error:
+        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in bundle.header.opsets.items())
+        raise ValueError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
+            f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
+        ) from error
+
+
+def _placement(session: Any) -> dict[tuple[str, str], int]:  # noqa: ANN401 - ORT is untyped
+    nodes = Counter(
+        (subgraph.ep_name or "CPUExecutionProvider", node.op_type)
+        for subgraph in session.get_provider_graph_assignment_info()
+        for node in subgraph.get_nodes()
+    )
+    _log.debug("node placement: %s", dict(nodes))
+    return dict(nodes)
