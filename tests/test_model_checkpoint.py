@@ -74,7 +74,7 @@ def test_the_source_hash_changes_with_the_weights(folder: Path) -> None:
     [
         (lambda path: path / "absent", r"nothing is there, and it is no hub id; needed is a Hugging Face folder"),
         (lambda path: str(path / "absent.gguf"), r"absent\.gguf'.*nothing is there"),
-        (lambda path: "no/such/model", r"no model at 'no/such/model'"),
+        (lambda _path: "no/such/model", r"no model at 'no/such/model'"),
         (lambda path: path, r"has no config\.json; a Hugging Face folder needs it"),
         (lambda path: path / "weights.safetensors", r"holds weights only; give the folder"),
         (lambda path: path / "notes.txt", r"is a file that is not read \(\.txt\); needed is"),
@@ -89,7 +89,7 @@ def test_anything_that_is_no_model_is_refused_with_what_is_accepted(make: Any, m
 
 def test_an_adapter_is_refused_with_how_to_merge_it(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is an adapter .*merge_and_unload"):
+    with pytest.raises(CheckpointError, match=r"is an adapter .*merge_and_unload"):
         load_checkpoint(folder)
 
 
@@ -121,7 +121,7 @@ def test_a_hub_id_without_a_network_is_one_clear_line(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(checkpoint_module, "snapshot_download", fetch)
     with pytest.raises(
-        CheckpointError, match="could not be fetched: Cannot find an appropriate.*folder; check"
+        CheckpointError, match=r"could not be fetched: Cannot find an appropriate.*folder; check"
     ) as error:
         load_checkpoint("owner/name")
     assert "\n" not in str(error.value)
@@ -228,10 +228,10 @@ _DAMAGES = {
     "a byte short": lambda data: data[:-1],
     "half": lambda data: data[: len(data) // 2],
     "eight bytes": lambda data: data[:8],
-    "empty": lambda data: b"",
+    "empty": lambda _data: b"",
     "junk appended": lambda data: data + b"junk",
     "flipped header length": lambda data: bytes([data[0] ^ 0xFF, *data[1:7], 0x7F]) + data[8:],
-    "lfs pointer": lambda data: _LFS,
+    "lfs pointer": lambda _data: _LFS,
 }
 
 

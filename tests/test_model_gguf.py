@@ -85,7 +85,10 @@ def test_b73_logits_equal_the_source_model_for_permuted_and_unpermuted_families(
     checkpoint = load_checkpoint(write_gguf(tmp_path / "tiny.gguf", model, kind=_KIND[kind]))
     assert checkpoint.config.blocks[0].attention.qkv_bias == (model_type == "qwen2")
     assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
-    changed = any(not torch.equal(before, after) for before, after in zip(original.values(), _weights(model).values()))
+    changed = any(
+        not torch.equal(before, after)
+        for before, after in zip(original.values(), _weights(model).values(), strict=True)
+    )
     assert changed == (kind != "F32")
 
 
@@ -303,7 +306,7 @@ def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda data: b"", "has 0 bytes and is no GGUF file"),
+        (lambda _data: b"", "has 0 bytes and is no GGUF file"),
         (lambda data: data[:8], "has 8 bytes and is no GGUF file"),
         (lambda data: b"GGML" + data[4:], "is no GGUF file: it starts with b'GGML'"),
         (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "has GGUF version 1; versions 2 and 3 are read"),
@@ -313,7 +316,7 @@ def tiny_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         (lambda data: data[: len(data) // 2], r"is truncated: tensor [\w.]+ ends at byte \d+, the file has"),
         (lambda data: data[:-33], r"is truncated: tensor [\w.]+ ends at byte"),
         (lambda data: data + b"x" * 40, "bytes after its last tensor"),
-        (lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
+        (lambda _data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer"),
         (lambda data: data.replace(b"llama.block_count", b"qwen3.block_count"), "llama.block_count must be a positive"),
     ],
 )
@@ -372,7 +375,7 @@ def test_metadata_that_changes_the_computation_is_refused_by_name(
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen2moe")
     finish(writer)
-    with pytest.raises(CheckpointError, match="architecture 'qwen2moe' is not read; known are llama.*nearest: qwen2"):
+    with pytest.raises(CheckpointError, match=r"architecture 'qwen2moe' is not read; known are llama.*nearest: qwen2"):
         load_checkpoint(tmp_path / "x.gguf")
 
 

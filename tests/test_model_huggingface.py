@@ -371,7 +371,7 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def test_b72_a_dropped_head_is_refused_when_untied_and_absent_when_tied(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "untied")
     _edit_tensors(folder, {_HEAD: None})
-    with pytest.raises(CheckpointError, match="tie_word_embeddings is false and lm_head.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is false and lm_head\.weight is missing"):
         load_checkpoint(folder)
     assert "head.weight" not in load_checkpoint(_folder(tmp_path / "tied", tie_word_embeddings=True)).weights
 
