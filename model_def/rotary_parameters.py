@@ -119,6 +119,8 @@ def _read_one(values: dict[str, Any], max_positions: int) -> tuple[RotaryPositio
     if _ORIGINAL in kind.may_have and values.get(_ORIGINAL) is None:
         notes.append(f"{_ORIGINAL} is absent; max_position_embeddings {max_positions} was taken, as transformers does")
     partial = values.get("partial_rotary_factor")
+    if partial is not None and partial != 1.0:
+        notes.append(f"partial_rotary_factor {partial} was applied; transformers' classes of this model type ignore it")
     rotary = RotaryPosition(
         theta=DEFAULT_THETA if values.get("rope_theta") is None else values["rope_theta"],
         partial_factor=1.0 if partial is None else partial,
