@@ -87,6 +87,8 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
 def _decide_head(folder: Path, values: Mapping[str, Any], files: WeightFiles) -> tuple[HeadKind, list[str]]:
     """Tied or separate, from the flag and the tensors together."""
     flag = values.get("tie_word_embeddings")
+    if flag is not None and not isinstance(flag, bool):
+        raise CheckpointError(f"{folder / CONFIG_FILE}: tie_word_embeddings must be true or false, got {flag!r}")
     has_head, has_embedding = _HEAD in files.tensors, _EMBEDDING in files.tensors
     if flag is None:
         kind: HeadKind = "separate" if has_head else "tied"

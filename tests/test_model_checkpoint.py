@@ -1,5 +1,6 @@
 """Whole checkpoints: which source is read how, damaged and unsafe files, end ids, tokenizer and chat template."""
 
+import io
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
@@ -67,6 +69,17 @@ def test_the_source_hash_changes_with_the_weights(folder: Path) -> None:
     tensors["model.norm.weight"][0] += 1
     save_file(tensors, folder / "model.safetensors")
     assert load_checkpoint(folder).source["sha256"] != before
+
+
+def test_a_file_that_is_overwritten_later_changes_no_loaded_weight(folder: Path) -> None:
+    weights = load_checkpoint(folder).weights
+    before = weights["head.weight"].clone()
+    path = folder / "model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as stream:
+        stream.seek(size // 8)
+        stream.write(b"\0" * (size - size // 8))
+    assert torch.equal(weights["head.weight"], before)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +402,28 @@ def test_a_folder_without_tokenizer_has_none_and_says_so(folder: Path) -> None:
     checkpoint = load_checkpoint(folder)
     assert checkpoint.tokenizer_json is None
     assert any("has no tokenizer.json" in note for note in checkpoint.notes)
+
+
+def test_a_tokenizer_model_alone_is_converted(folder: Path, tmp_path: Path) -> None:
+    model = io.BytesIO()
+    lines = ["the quick brown fox", "jumps over the lazy dog", "and runs", "far away from here"]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines * 5),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=290,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    edit_json(folder / "tokenizer_config.json", lambda values: values.update(tokenizer_class="LlamaTokenizer"))
+    checkpoint = load_checkpoint(folder)
+    assert "tokenizer.json was made from tokenizer.model by transformers" in checkpoint.notes
+    assert checkpoint.tokenizer_json is not None
+    ids = Tokenizer.from_str(checkpoint.tokenizer_json).encode("the fox", add_special_tokens=False).ids
+    assert ids == sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).encode("the fox")
 
 
 def test_a_damaged_slow_tokenizer_is_refused_with_what_to_do(folder: Path) -> None:

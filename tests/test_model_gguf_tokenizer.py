@@ -212,7 +212,7 @@ def test_begin_and_end_tokens_are_added_as_the_file_says(
     [
         ({"pre": "gemma9"}, r"tokenizer.ggml.pre 'gemma9' is not known, so ids could be wrong; known are smollm"),
         ({"model": "bert"}, r"tokenizer.ggml.model 'bert' is not read; known are gpt2, llama"),
-        ({"merges": ["<| q"]}, "merges and vocabulary do not fit"),
+        ({"merges": ["<| q"]}, r"the merge '<\|' 'q' does not fit the vocabulary"),
         ({"add_bos_token": True, "bos_token_id": None}, "bos is added to every text, but .*bos_token_id is None"),
         ({"add_eos_token": True, "eos_token_id": 10**6}, "eos is added to every text, but .*eos_token_id is 1000000"),
         ({"tokens": ["a", "b", "a"]}, "has the token 'a' twice"),

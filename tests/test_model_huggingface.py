@@ -19,7 +19,13 @@ from tiny_checkpoints import (
 
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.huggingface_config import read_config
-from graphport.model_def.position_config import DynamicScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from graphport.model_def.position_config import (
+    ConfigError,
+    DynamicScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    YarnScaling,
+)
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -462,3 +468,29 @@ def test_integer_weights_are_refused_by_name(tmp_path: Path) -> None:
     _edit_tensors(folder, {"model.norm.weight": torch.ones(48, dtype=torch.int8)})
     with pytest.raises(CheckpointError, match=r"model.norm.weight \(I8\); known are F16, BF16, F32, F64"):
         load_checkpoint(folder)
+
+
+_WRONG: list[Any] = ["x", 1.5, True, [], ["a"], -1, 0, {}, {"factor": 2}, {"rope_type": ["x"]}, {"full_attention": 3}]
+_WRONG_ROTARY: list[Any] = [
+    {"rope_type": "yarn", "factor": "a"},
+    {"rope_type": "yarn", "factor": 2.0, "truncate": 3},
+    {"rope_type": "longrope", "short_factor": 3, "long_factor": ["a"] * 8},
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": "a", "high_freq_factor": 4.0},
+]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_a_value_of_a_wrong_type_is_refused_and_never_crashes(model_type: str) -> None:
+    base = _RAW | {"model_type": model_type} | (_WINDOWS if model_type == "qwen2" else {})
+    keys = [*base, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "layer_types"]
+    num_refused = 0
+    for key in [*keys, "max_window_layers", "attention_bias", "hidden_act", "rms_norm_eps"]:
+        for value in _WRONG + _WRONG_ROTARY:
+            try:
+                read_config(base | {key: value}, head="separate")
+            except (CheckpointError, ConfigError):
+                num_refused += 1
+    assert num_refused > 200
+    for rotary in _WRONG_ROTARY:
+        with pytest.raises(CheckpointError, match=r"has the wrong type"):
+            read_config(base | {"rope_parameters": rotary}, head="separate")
