@@ -53,6 +53,27 @@ SIZES: dict[str, Any] = {
 }
 
 
+# one scaling a rope_type; 16 is where each of them changes
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 6.0],
+    "original_max_position_embeddings": 16,
+}
+
+
 def make_model(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random fp32 model in eval mode: sharp attention, norms away from 1, biases not zero."""
     config_class, model_class = CLASSES[model_type]
