@@ -36,7 +36,7 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
 
 
 def _load_file(path: Path) -> Checkpoint:
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return load_gguf(path)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} holds weights only; give the folder that also has config.json: {path.parent}")

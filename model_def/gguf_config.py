@@ -72,6 +72,12 @@ class _Keys:
         self.read.add(key)
         return self.file.metadata.get(f"{self.prefix}.{key}", default)
 
+    def number(self, key: str) -> float | None:
+        value = self.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise CheckpointError(f"{self.file.path}: {self.prefix}.{key} must be a number, got {value!r:.80}")
+        return value
+
     def integer(self, key: str) -> int:
         return self.per_layer(key, 1)[0]
 
@@ -79,7 +85,7 @@ class _Keys:
         """A positive integer a layer, from one number or a list."""
         value = self.get(key, default)
         values = value if isinstance(value, list) else [value] * layers
-        if len(values) != layers or not all(isinstance(item, int) and item > 0 for item in values):
+        if len(values) != layers or not all(type(item) is int and item > 0 for item in values):
             raise CheckpointError(
                 f"{self.file.path}: {self.prefix}.{key} must be a positive integer or a list of {layers}; "
                 f"got {value!r:.200}"
@@ -120,7 +126,7 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
 
 
 def _architecture(file: GgufFile) -> Architecture:
-    if (parts := file.metadata.get("split.count", 1)) > 1:
+    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise CheckpointError(
             f"{file.path} is one of {parts} parts; join them first: llama-gguf-split --merge FIRST_PART OUT.gguf"
         )
@@ -201,7 +207,7 @@ def _attentions(
             head_dim=head_dim,
             window=window,
             qk_norm=norm if architecture.qk_norm else None,
-            scale=keys.get("attention.scale"),
+            scale=keys.number("attention.scale"),
             qkv_bias=has_qkv_bias,
             output_bias=_has_any(keys.file, "attn_output.bias"),
             rotary=rotary,
@@ -216,7 +222,7 @@ def _has_any(file: GgufFile, *endings: str) -> bool:
 
 
 def _windows(keys: _Keys, layers: int) -> list[int | None]:
-    window = keys.get("attention.sliding_window") or None
+    window = keys.per_layer("attention.sliding_window", 1)[0] if keys.get("attention.sliding_window") else None
     pattern = keys.get("attention.sliding_window_pattern")
     if pattern is None:
         return [window] * layers
@@ -228,7 +234,7 @@ def _windows(keys: _Keys, layers: int) -> list[int | None]:
 
 
 def _rotary(keys: _Keys, head_dim: int, max_positions: int, notes: list[str]) -> RotaryPosition:
-    theta = keys.get("rope.freq_base")
+    theta = keys.number("rope.freq_base")
     if theta is None:
         theta = _DEFAULT_THETA
         notes.append(f"rope.freq_base is absent; llama.cpp's default {theta:g} was taken")
@@ -238,11 +244,12 @@ def _rotary(keys: _Keys, head_dim: int, max_positions: int, notes: list[str]) ->
 
 def _scaling(keys: _Keys, max_positions: int) -> RotaryScaling | None:
     """Linear, YaRN and LongRoPE by metadata, Llama 3 by its tensor of divisors; at most one."""
-    factor = keys.get("rope.scaling.factor", keys.get("rope.scale_linear")) or 1.0
+    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
     kind = keys.get("rope.scaling.type", "linear")  # llama.cpp's default
-    original = keys.get("rope.scaling.original_context_length") or max_positions
-    attention_factor = keys.get("rope.scaling.attn_factor") or 1.0
-    beta_fast, beta_slow = keys.get("rope.scaling.yarn_beta_fast", 32.0), keys.get("rope.scaling.yarn_beta_slow", 1.0)
+    original = keys.per_layer("rope.scaling.original_context_length", 1, max_positions)[0]
+    attention_factor = keys.number("rope.scaling.attn_factor") or 1.0
+    beta_fast = keys.number("rope.scaling.yarn_beta_fast") or 32.0
+    beta_slow = keys.number("rope.scaling.yarn_beta_slow") or 1.0
     factors = {
         name: tuple(keys.file.read(name).reshape(-1).tolist()) for name in ROPE_TENSORS if name in keys.file.tensors
     }

@@ -6,13 +6,15 @@ It tokenises nothing itself; the `tokenizers` package does.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from graphport.model_def.checkpoint_record import CheckpointError
 
 Metadata = Mapping[str, Any]  # scalars, texts and lists, as the file types them
+
+_Item = TypeVar("_Item", str, int, float)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
@@ -71,7 +73,7 @@ def tokenizer_json(metadata: Metadata, *, where: str, vocab_size: int) -> str | 
     model = metadata.get("tokenizer.ggml.model")
     if model in (None, "none", "no_vocab"):
         return None
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    tokens = _list(metadata, "tokens", str, where) or []
     if len(tokens) != vocab_size:
         raise CheckpointError(f"{where}: the vocabulary has {len(tokens)} tokens, the embedding {vocab_size} rows")
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -84,7 +86,7 @@ def tokenizer_json(metadata: Metadata, *, where: str, vocab_size: int) -> str | 
         tokenizer, adds_bos = _sentencepiece(metadata, vocab, where), True
     else:
         raise CheckpointError(f"{where}: tokenizer.ggml.model {model!r} is not read; known are gpt2, llama")
-    _add_tokens(tokenizer, tokens, metadata.get("tokenizer.ggml.token_type", []))
+    _add_tokens(tokenizer, tokens, _list(metadata, "token_type", int, where) or [])
     _add_ends(tokenizer, metadata, where, adds_bos=metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
     return str(tokenizer.to_str())
 
@@ -95,16 +97,24 @@ def chat_template(metadata: Metadata) -> str | None:
     return None if template is None else str(template)
 
 
+def _list(metadata: Metadata, key: str, kind: type[_Item], where: str) -> list[_Item] | None:
+    values = metadata.get(f"tokenizer.ggml.{key}")
+    if values is not None and not (isinstance(values, list) and all(isinstance(item, kind) for item in values)):
+        raise CheckpointError(f"{where}: tokenizer.ggml.{key} must be a list of {kind.__name__}, got {values!r:.80}")
+    return values
+
+
 def _byte_level(metadata: Metadata, vocab: dict[str, int], where: str) -> tuple[Tokenizer, bool]:
     """GPT-2's BPE over bytes spelled as letters, cut as `tokenizer.ggml.pre` says."""
     kind = _pre_tokenizer(metadata.get("tokenizer.ggml.pre", "default"), where)
-    if "tokenizer.ggml.merges" not in metadata:
+    pairs = _list(metadata, "merges", str, where)
+    if pairs is None:
         raise CheckpointError(f"{where}: tokenizer.ggml.merges is missing; a gpt2 vocabulary needs it")
-    merges = [_halves(merge) for merge in metadata["tokenizer.ggml.merges"]]
-    try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{where}: merges and vocabulary do not fit: {error}") from error
+    merges = [_halves(merge) for merge in pairs]
+    for left, right in merges:  # tokenizers panics on these
+        if not {left, right, left + right} <= vocab.keys():
+            raise CheckpointError(f"{where}: the merge {left!r} {right!r} does not fit the vocabulary")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.form is not None:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in kind.splits]
@@ -131,7 +141,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 def _sentencepiece(metadata: Metadata, vocab: dict[str, int], where: str) -> Tokenizer:
     """SentencePiece BPE with byte fallback; merges follow from the scores (a merge makes the best-scored token)."""
-    scores, types = metadata.get("tokenizer.ggml.scores"), metadata.get("tokenizer.ggml.token_type")
+    scores, types = _list(metadata, "scores", float, where), _list(metadata, "token_type", int, where)
     if scores is None or types is None or not len(scores) == len(types) == len(vocab):
         raise CheckpointError(f"{where}: a llama vocabulary needs one score and one token_type a token")
     ranked = sorted((-scores[index], index, token) for token, index in vocab.items() if types[index] == _NORMAL)

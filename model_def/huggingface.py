@@ -71,11 +71,11 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
     names = _stored_names(config, files)
     dtype_notes = _account(folder, config, names, files)
-    generation, generation_notes = read_generation(folder, values, vocab_size=config.vocab_size)
     tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
     return Checkpoint(
         config=config,
-        weights=_read_weights(names, files),
+        weights={ours: files.read(stored) for ours, stored in names.items()},
         generation=generation,
         tokenizer_json=tokenizer_json,
         chat_template=read_chat_template(folder),
@@ -87,6 +87,8 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
 def _decide_head(folder: Path, values: Mapping[str, Any], files: WeightFiles) -> tuple[HeadKind, list[str]]:
     """Tied or separate, from the flag and the tensors together."""
     flag = values.get("tie_word_embeddings")
+    if flag is not None and not isinstance(flag, bool):
+        raise CheckpointError(f"{folder / CONFIG_FILE}: tie_word_embeddings must be true or false, got {flag!r}")
     has_head, has_embedding = _HEAD in files.tensors, _EMBEDDING in files.tensors
     if flag is None:
         kind: HeadKind = "separate" if has_head else "tied"
@@ -102,8 +104,9 @@ def _decide_head(folder: Path, values: Mapping[str, Any], files: WeightFiles) ->
         return "tied", []
     if not has_embedding:
         return "tied", [f"{_EMBEDDING} is not stored; the tied {_HEAD} was taken for it"]
-    pair = dict(files.read({_HEAD, _EMBEDDING}))
-    if not torch.equal(pair[_HEAD], pair[_EMBEDDING]):
+    if files.tensors[_HEAD].shape != files.tensors[_EMBEDDING].shape or not torch.equal(
+        files.read(_HEAD), files.read(_EMBEDDING)
+    ):
         raise CheckpointError(
             f"{folder}: tie_word_embeddings is true, but {_HEAD} and {_EMBEDDING} are different tensors; "
             "set the flag to false if the head was trained"
@@ -142,8 +145,3 @@ def _account(folder: Path, config: TransformerConfig, names: Mapping[str, str], 
 def _second_copy(config: TransformerConfig, names: Mapping[str, str]) -> Iterable[str]:
     """The head that a tied checkpoint stores beside its embedding (compared already)."""
     return [_HEAD] if config.head == "tied" and names["embedding.weight"] == _EMBEDDING else []
-
-
-def _read_weights(names: Mapping[str, str], files: WeightFiles) -> dict[str, torch.Tensor]:
-    stored = dict(files.read(set(names.values())))
-    return {ours: stored[name] for ours, name in names.items()}

@@ -134,7 +134,7 @@ def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, l
     feed_forward = FeedForwardConfig(
         width=_integer(values, "intermediate_size"),
         activation=_activation(_or_default(values, "hidden_act", "silu", notes)),
-        bias=bool(values.get("mlp_bias")),
+        bias=_flag(values, "mlp_bias"),
     )
     blocks = tuple(
         BlockConfig(
@@ -187,7 +187,7 @@ def _attention(
     values: Values, family: Family, *, norm: NormConfig, rotary: RotaryPosition, window: int | None
 ) -> AttentionConfig:
     num_heads = _integer(values, "num_attention_heads")
-    has_bias = bool(values.get("attention_bias"))
+    has_bias = _flag(values, "attention_bias")
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(values, family, num_heads),
@@ -229,18 +229,21 @@ def _windows(values: Values, family: Family, layers: int, notes: list[str]) -> l
     window = _window(values, family, notes)
     listed = values.get("layer_types")
     if listed is None:
-        first = values.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS) if family.window_needs_flag else 0
+        first = 0
+        if window is not None and family.window_needs_flag:
+            stated = _or_default(values, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, notes)
+            first = _integer({"max_window_layers": stated}, "max_window_layers", positive=False)
         return [window if layer >= first else None for layer in range(layers)]
     return _listed_windows(family, listed, window=window, layers=layers)
 
 
 def _window(values: Values, family: Family, notes: list[str]) -> int | None:
     """The window that is switched on, if any: qwen's flag switches it, mistral has no flag."""
-    flag = values.get("use_sliding_window")
+    flag = _flag(values, "use_sliding_window", default=not family.window_needs_flag)
     if (family.window_needs_flag and not flag) or values.get("sliding_window", 0) is None:
         return None
     window: int = _or_default(values, "sliding_window", _DEFAULT_WINDOW, notes)
-    if flag is False:
+    if not flag:
         raise CheckpointError(
             f"config.json: use_sliding_window is false, which model_type {family.model_type} does not read, and "
             f"sliding_window is {window}; set sliding_window to null or remove the flag"
@@ -265,9 +268,9 @@ def _listed_windows(family: Family, listed: object, *, window: int | None, layer
 
 
 def _activation(name: object) -> Activation:
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise CheckpointError(f"config.json: hidden_act {name!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[str(name)]
+    return _ACTIVATIONS[name]
 
 
 def _or_default(values: Values, key: str, default: Any, notes: list[str]) -> Any:  # noqa: ANN401 - a JSON value
@@ -275,6 +278,13 @@ def _or_default(values: Values, key: str, default: Any, notes: list[str]) -> Any
         return values[key]
     notes.append(f"{key} is absent; transformers' default {default!r} was taken")
     return default
+
+
+def _flag(values: Values, key: str, *, default: bool = False) -> bool:
+    value = values.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
+    return default if value is None else value
 
 
 def _integer(values: Values, key: str, *, positive: bool = True) -> int:

@@ -65,14 +65,17 @@ def read_chat_template(folder: Path) -> str | None:
         ) from error
 
 
-def read_generation(folder: Path, config: Values, *, vocab_size: int) -> tuple[GenerationDefaults, list[str]]:
+def read_generation(
+    folder: Path, config: Values, tokenizer_json: str | None, *, vocab_size: int
+) -> tuple[GenerationDefaults, list[str]]:
     """Begin, padding and all end ids: the union over generation_config.json, config.json and the tokenizer's eos_token.
 
     Raises CheckpointError for an end or begin id outside the vocabulary.
     """
     generation = read_json(folder / "generation_config.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
-    tokenizer = read_json(folder / TOKENIZER_FILE)
+    named = any(tokenizer_config.get(key) is not None for key in ("eos_token", "bos_token", "pad_token"))
+    tokenizer = json.loads(tokenizer_json) if tokenizer_json and named else {}
     notes: list[str] = []
     from_text = _token_id(tokenizer, tokenizer_config, "eos_token", notes)
     candidates = [generation.get("eos_token_id"), config.get("eos_token_id"), from_text]

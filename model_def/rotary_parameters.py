@@ -107,24 +107,44 @@ def _flat(name: str, values: object, layer_type: str) -> Values:
 def _read_one(values: dict[str, Any], max_positions: int) -> tuple[RotaryPosition, list[str]]:
     notes = []
     name = values.get("rope_type") or "default"
-    if name not in _TYPES:
+    if not isinstance(name, str) or name not in _TYPES:
         raise CheckpointError(f"config.json: rope_type {name!r} is not known; known are {', '.join(_TYPES)}")
     kind = _TYPES[name]
     if missing := [key for key in kind.needs if key not in values]:
         raise CheckpointError(f"config.json: rope_type {name} needs {', '.join(missing)}")
     if extra := sorted(set(values) - {*_COMMON, *kind.needs, *kind.may_have}):
         raise CheckpointError(f"config.json: rope_type {name} does not have {', '.join(extra)}")
+    _check_values(values)
     if values.get("rope_theta") is None:
         notes.append(f"rope_theta is nowhere in config.json; transformers' default {DEFAULT_THETA:g} was taken")
     if _ORIGINAL in kind.may_have and values.get(_ORIGINAL) is None:
         notes.append(f"{_ORIGINAL} is absent; max_position_embeddings {max_positions} was taken, as transformers does")
     partial = values.get("partial_rotary_factor")
+    if partial is not None and partial != 1.0:
+        notes.append(f"partial_rotary_factor {partial} was applied; transformers' classes of this model type ignore it")
     rotary = RotaryPosition(
         theta=DEFAULT_THETA if values.get("rope_theta") is None else values["rope_theta"],
         partial_factor=1.0 if partial is None else partial,
         scaling=kind.build(values, max_positions),
     )
     return rotary, notes
+
+
+def _check_values(values: Values) -> None:
+    """Every value is a number (or null), except the two lists of numbers, the type and one flag."""
+    for key, value in values.items():
+        if key.endswith("_factor") and key.startswith(("short", "long")):
+            is_right = isinstance(value, list) and all(_is_number(item) for item in value)
+        elif key == "truncate":
+            is_right = isinstance(value, bool)
+        else:
+            is_right = key == "rope_type" or value is None or _is_number(value)
+        if not is_right:
+            raise CheckpointError(f"config.json: the rotary value {key} = {value!r:.80} has the wrong type")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _original(values: Values, max_positions: int) -> int:

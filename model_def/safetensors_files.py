@@ -8,10 +8,10 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -21,17 +21,24 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor lies and what its header says; `dtype` is safetensors' name (F16, BF16, F32, ...)."""
+    """Where a tensor lies (bytes from the file's start); `dtype` is safetensors' name (F16, BF16, F32, ...)."""
 
     file: Path
     dtype: str
     shape: Shape
+    offset: int
+    num_bytes: int
+
+    def read(self) -> torch.Tensor:
+        """The tensor in memory of its own, so that a file that changes later changes nothing."""
+        data = np.fromfile(self.file, dtype=np.uint8, count=self.num_bytes, offset=self.offset)
+        return torch.from_numpy(data).view(_FLOATS[self.dtype]).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +49,10 @@ class WeightFiles:
     tensors: dict[str, StoredTensor]
     notes: tuple[str, ...]
 
-    def read(self, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The named tensors as float32, file by file; raises CheckpointError for values that are not finite."""
-        for file in self.files:
-            with safe_open(file, framework="pt") as handle:
-                for name in handle.keys():  # noqa: SIM118 - a safetensors handle, not a dict
-                    if name in names:
-                        yield name, as_float32(f"{file.name}: {name}", handle.get_tensor(name))
+    def read(self, name: str) -> torch.Tensor:
+        """The named tensor as float32; raises CheckpointError for values that are not finite."""
+        tensor = self.tensors[name]
+        return as_float32(f"{tensor.file.name}: {name}", tensor.read())
 
     def sha256(self) -> str:
         """SHA-256 of the file (several: of their hashes, one hex line each, in name order)."""
@@ -104,7 +108,10 @@ def _choose(folder: Path) -> tuple[list[str], dict[str, str] | None, list[str]]:
     elif pickles:
         raise CheckpointError(_pickle_refusal(folder, pickles))
     else:
-        raise CheckpointError(f"{folder} has config.json and no weights: {SINGLE_FILE} or {INDEX_FILE} is needed")
+        raise CheckpointError(
+            f"{folder} has config.json and no weights: {SINGLE_FILE} or {INDEX_FILE} is needed (of a hub repository "
+            "only safetensors are fetched; one with pickled weights alone must be converted first)"
+        )
     if unread := [name for name in present if name not in names]:
         notes.append(f"safetensors files that were not read: {', '.join(unread)}")
     return names, index, notes
@@ -157,17 +164,26 @@ def _check_inside(folder: Path, file: Path) -> None:
 
 
 def _inventory(file: Path) -> dict[str, StoredTensor]:
+    """The file's header, after safetensors has found the file whole."""
     try:
-        with safe_open(file, framework="pt") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
-            return {
-                name: StoredTensor(file=file, dtype=part.get_dtype(), shape=tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
+        with safe_open(file, framework="numpy"), file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length))
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(
             f"{file} is not a whole safetensors file: {_likely_reason(file)} ({error}); fetch it again"
         ) from error
+    return {
+        name: StoredTensor(
+            file=file,
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            offset=8 + length + entry["data_offsets"][0],
+            num_bytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _likely_reason(file: Path) -> str:
