@@ -120,7 +120,8 @@ imports: $(installed) ## check the direction of imports (import-linter)
 .PHONY: wheel
 wheel: $(installed) ## build dist/*.tar.gz and, from it, dist/*.whl
 	rm -rf dist
-	$(bin)/python -m build --no-isolation
+	$(bin)/python -m build --quiet --no-isolation
+	@ls -l dist
 
 .PHONY: clean
 clean: ## remove .venv, the bundles and the caches; keeps build/downloads

@@ -3,6 +3,7 @@
 In: a copy of the checkout. Nothing is installed and nothing is fetched.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -145,9 +146,64 @@ def test_make_export_gives_each_setting_a_folder_of_its_own(settings: list[str],
     assert f"bundle: {folder}'" in done.stdout
 
 
-def test_make_generate_passes_the_prompt_on_as_it_is() -> None:
-    done = _make("--dry-run", "generate", "PROMPT=it's $HOME; `x`")
-    assert done.stdout.endswith("""-- 'it'\\''s $HOME; `x`'\n""")
+@pytest.fixture
+def fake_checkout(tmp_path: Path) -> Path:
+    """A folder with the Makefile, and a `graphport` that only writes its arguments to `calls` and a manifest."""
+    shutil.copy(CHECKOUT / "Makefile", tmp_path)
+    for name in ("constraints.txt", "pyproject.toml", "model.gguf", "export/pipeline.py", "model_def/config.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    command = tmp_path / ".venv/bin/graphport"
+    command.parent.mkdir(parents=True)
+    command.write_text(
+        '#!/bin/sh\necho "$@" >> calls\n[ $1 = generate ] || { mkdir -p "$3" && : > "$3/manifest.json"; }\n'
+    )
+    command.chmod(0o755)
+    (tmp_path / ".venv/.installed").touch()
+    return tmp_path
+
+
+def test_make_export_runs_again_only_when_something_changed(fake_checkout: Path) -> None:
+    def calls(*settings: str) -> list[str]:
+        (fake_checkout / "calls").write_text("")
+        done = _make("-C", str(fake_checkout), "export", "MODEL=model.gguf", "OUT=build/mine", *settings)
+        assert done.returncode == 0, done.stderr
+        assert "next:   make generate OUT=build/mine PROMPT=" in done.stdout
+        return (fake_checkout / "calls").read_text().splitlines()
+
+    def age_the_bundle() -> None:  # file times are too coarse for a test that takes no time
+        os.utime(fake_checkout / "build/mine/manifest.json", (2e9, 2e9))
+
+    def touch(name: str) -> None:
+        os.utime(fake_checkout / name, (3e9, 3e9))
+
+    int8 = "export model.gguf build/mine --target cpu --precision int8"
+    assert calls() == [int8]
+    age_the_bundle()
+    assert calls() == []
+    os.utime(fake_checkout / "build/mine/manifest.json", (1e9, 1e9))
+    int4 = int8.replace("int8", "int4")
+    assert calls("PRECISION=int4") == [f"{int4} --force"]
+    assert (fake_checkout / "build/mine.settings").read_text() == "model.gguf\nint4\ncpu\n"
+    for changed in ("model.gguf", "export/pipeline.py", "model_def/config.py"):
+        age_the_bundle()
+        assert calls("PRECISION=int4") == []
+        touch(changed)
+        assert calls("PRECISION=int4") == [f"{int4} --force"]
+        os.utime(fake_checkout / changed, (1e9, 1e9))
+
+
+def test_make_export_that_failed_runs_again(fake_checkout: Path) -> None:
+    command = fake_checkout / ".venv/bin/graphport"
+    works = command.read_text()
+    command.write_text("#!/bin/sh\nexit 1\n")
+    assert _make("-C", str(fake_checkout), "export", "MODEL=model.gguf").returncode == 2
+    command.write_text(works)
+    done = _make("-C", str(fake_checkout), "generate", "MODEL=model.gguf", "PROMPT=it's $HOME; `x`")
+    assert done.returncode == 0, done.stderr
+    exported, generated = (fake_checkout / "calls").read_text().splitlines()
+    assert exported == "export model.gguf build/model --target cpu --precision int8"
+    assert generated == "generate build/model -- it's $HOME; `x`"
 
 
 def test_make_refuses_an_old_python_and_a_path_with_spaces(tmp_path: Path) -> None:
