@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_fakes import FakeExport, FakeRuntime
 
 # Before anything loads OpenMP: a worker a core with as many threads each is several times slower than one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,3 +48,20 @@ def _seeded() -> None:
     if torch is not None:
         torch.manual_seed(SEED)
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """Stands in for `graphport.runtime` when a command imports it."""
+    fake = FakeRuntime()
+    monkeypatch.setitem(sys.modules, "graphport.runtime", fake)
+    return fake
+
+
+@pytest.fixture
+def fake_export(monkeypatch: pytest.MonkeyPatch) -> FakeExport:
+    """Stands in for `graphport.export` and `graphport.export.verify` when a command imports them."""
+    fake = FakeExport()
+    monkeypatch.setitem(sys.modules, "graphport.export", fake)
+    monkeypatch.setitem(sys.modules, "graphport.export.verify", fake)
+    return fake

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphport.runtime import LanguageModel, SamplingParams
+    from graphport.runtime.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ class Answer:
 def prompt_ids(lm: "LanguageModel", text: str, *, chat: bool | None) -> list[int]:
     """Token ids of `text`, through the chat template unless `chat` is False; None means "if there is one".
 
-    Raises ValueError when `chat` is True and the bundle has no template.
+    Raises ValueError when `chat` is True and the bundle has no template, and when it has no tokenizer at all.
     """
-    has_template = lm.tokenizer.has_chat_template
-    if chat and not has_template:
+    tokenizer = _need_tokenizer(lm)
+    if chat and not tokenizer.has_chat_template:
         raise ValueError("--chat needs a chat template and this bundle has none; use --raw")
-    if has_template if chat is None else chat:
-        return list(lm.tokenizer.apply_chat_template([{"role": "user", "content": text}]))
-    return list(lm.tokenizer.encode(text))
+    if tokenizer.has_chat_template if chat is None else chat:
+        return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+    return tokenizer.encode(text)
 
 
 def answer(
@@ -96,9 +97,10 @@ def chat_turns(
     """Answer each line with the conversation so far as context; returns how many turns were refused.
 
     A refused turn (the conversation no longer fits, for example) is reported by `note` and taken back, so that
-    /reset or a shorter line can follow. Raises ValueError when the bundle has no chat template.
+    /reset or a shorter line can follow. Raises ValueError when the bundle has no tokenizer or no chat template.
     """
-    if not lm.tokenizer.has_chat_template:
+    tokenizer = _need_tokenizer(lm)
+    if not tokenizer.has_chat_template:
         raise ValueError("chat needs a chat template and this bundle has none; use `graphport generate --raw`")
     messages: list[dict[str, str]] = []
     refused = 0
@@ -114,7 +116,7 @@ def chat_turns(
         elif command:
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                result = answer(lm, list(lm.tokenizer.apply_chat_template(asked)), sampling, write=write)
+                result = answer(lm, tokenizer.apply_chat_template(asked), sampling, write=write)
             except ValueError as error:
                 refused += 1
                 note(f"graphport: error: {error} (this turn was dropped; /reset starts again)")
@@ -123,3 +125,9 @@ def chat_turns(
             note(timing_line(result))
             messages = [*asked, {"role": "assistant", "content": result.text}]
     return refused
+
+
+def _need_tokenizer(lm: "LanguageModel") -> "Tokenizer":
+    if lm.tokenizer is None:
+        raise ValueError("text needs a tokenizer and this bundle has none; use `graphport.runtime` with token ids")
+    return lm.tokenizer

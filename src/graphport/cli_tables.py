@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
@@ -89,7 +90,7 @@ def read_report(folder: Path) -> Report:
 def print_report(report: Report) -> None:
     """All tables of a bundle."""
     manifest = report.manifest
-    table = Table("bundle", str(report.path))
+    table = Table("bundle", escape(str(report.path)))
     for name, value in (
         ("target", manifest.target),
         ("precision", manifest.precision),
@@ -100,7 +101,7 @@ def print_report(report: Report) -> None:
         *((f"source {key}", value) for key, value in manifest.source.items()),
         ("graphport", manifest.graphport_version),
     ):
-        table.add_row(name, value)
+        table.add_row(escape(name), escape(value))
     _console().print(table)
     print_bundle(manifest, report.fusions, report.checks or ())
     if report.checks is None:
@@ -114,11 +115,11 @@ def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequenc
     files.columns[1].footer = _size(sum(record.size for record in manifest.files.values()))
     files.columns[1].justify = "right"
     for name, record in manifest.files.items():
-        files.add_row(name, _size(record.size))
+        files.add_row(escape(name), _size(record.size))
     fused = Table("fused", "count")
     fused.columns[1].justify = "right"
     for rule, count in fusions.items():
-        fused.add_row(rule, str(count))
+        fused.add_row(escape(rule), str(count))
     console = _console()
     for table in (files, fused):
         if table.row_count:
@@ -133,7 +134,7 @@ def print_checks(checks: Sequence[CheckRow]) -> None:
     table = Table("parity", "measured", "tolerance", "")
     for row in checks:
         verdict = "[green]ok[/]" if row.passed else "[bold red]FAILED[/]"
-        table.add_row(row.name, f"{row.measured:.3g}", f"{row.tolerance:.3g}", verdict)
+        table.add_row(escape(row.name), f"{row.measured:.3g}", f"{row.tolerance:.3g}", verdict)
     _console().print(table)
 
 
