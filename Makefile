@@ -27,6 +27,8 @@ bin := .venv/bin
 installed := .venv/.installed
 out := $(OUT:%/=%)
 settings := $(out).settings
+# What `generate`, `verify` and `bench` need first: nothing when there is a bundle, whatever it was made from.
+missing := $(if $(wildcard $(out)/manifest.json),$(installed),$(out)/manifest.json)
 quote = '$(subst ','\'',$(1))'
 
 ifneq ($(words $(OUT)),1)
@@ -79,15 +81,16 @@ endif
 unconditional:
 
 .PHONY: generate
-generate: $(out)/manifest.json ## answer PROMPT with the bundle
+generate: $(missing) ## answer PROMPT with the bundle
 	@$(bin)/graphport generate $(out) -- $(call quote,$(value PROMPT))
 
 .PHONY: verify
-verify: $(out)/manifest.json ## re-run the bundle's certificate on this machine
-	$(bin)/graphport verify $(out)
+verify: $(missing) ## re-run the bundle's certificate on this machine
+	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); fi; \
+		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
 
 .PHONY: bench
-bench: $(out)/manifest.json ## time prefill and decode of the bundle
+bench: $(missing) ## time prefill and decode of the bundle
 	$(bin)/graphport bench $(out)
 
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS)

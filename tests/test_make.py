@@ -71,7 +71,7 @@ def fake_checkout(tmp_path: Path) -> Path:
     command = tmp_path / ".venv/bin/graphport"
     command.parent.mkdir(parents=True)
     command.write_text(
-        '#!/bin/sh\necho "$@" >> calls\n[ $1 = generate ] || { mkdir -p "$3" && : > "$3/manifest.json"; }\n'
+        '#!/bin/sh\necho "$@" >> calls\n[ $1 != export ] || { mkdir -p "$3" && : > "$3/manifest.json"; }\n'
     )
     command.chmod(0o755)
     (tmp_path / ".venv/.installed").touch()
@@ -119,6 +119,16 @@ def test_make_export_that_failed_runs_again(fake_checkout: Path) -> None:
     exported, generated = (fake_checkout / "calls").read_text().splitlines()
     assert exported == "export model.gguf build/model --target cpu --precision int8"
     assert generated == "generate build/model -- it's $HOME; `x`"
+
+
+def test_make_generate_and_verify_take_an_existing_bundle_as_it_is(fake_checkout: Path) -> None:
+    _make("-C", str(fake_checkout), "export", "MODEL=model.gguf", "OUT=build/mine", "PRECISION=int4")
+    (fake_checkout / "calls").write_text("")
+    for target in ("generate", "verify"):
+        done = _make("-C", str(fake_checkout), target, "OUT=build/mine", "PROMPT=hi")
+        assert done.returncode == 0, done.stderr
+    calls = (fake_checkout / "calls").read_text().splitlines()
+    assert calls == ["generate build/mine -- hi", "verify build/mine --against model.gguf"]
 
 
 def test_make_clean_keeps_the_downloads_and_the_sources(fake_checkout: Path) -> None:

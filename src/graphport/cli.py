@@ -180,7 +180,9 @@ def chat(bundle: BundlePath, *, _debug: Debug = False) -> None:
 def verify(
     bundle: BundlePath,
     *,
-    against: Annotated[str | None, typer.Option(metavar="SOURCE", help="Compare with this source instead.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Also compare with eager PyTorch on SOURCE.")
+    ] = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:

@@ -29,17 +29,20 @@ class Check(Protocol):
     @property
     def tolerance(self) -> float: ...  # noqa: D102
     @property
+    def detail(self) -> str: ...  # noqa: D102
+    @property
     def passed(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One comparison: the figure measured, what it may be at most, and the verdict."""
+    """One comparison: the figure measured, what it may be at most, the verdict, and more figures in words."""
 
     name: str
     measured: float
     tolerance: float
     passed: bool
+    detail: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -66,9 +69,13 @@ class Report:
 
 
 def check_row(check: Check) -> CheckRow:
-    """The four figures of any certificate check."""
+    """What is shown of a check that the exporter returned."""
     return CheckRow(
-        name=check.name, measured=float(check.measured), tolerance=float(check.tolerance), passed=bool(check.passed)
+        name=check.name,
+        measured=float(check.measured),
+        tolerance=float(check.tolerance),
+        passed=bool(check.passed),
+        detail=check.detail,
     )
 
 
@@ -79,7 +86,7 @@ def read_report(folder: Path) -> Report:
     certificate = _read_json(folder / CERTIFICATE_FILE)
     try:
         counts = {} if fusions is None else {str(rule): int(count) for rule, count in fusions["counts"].items()}
-        checks = None if certificate is None else tuple(CheckRow(**_known(check)) for check in certificate["checks"])
+        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
@@ -128,7 +135,7 @@ def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequenc
 
 
 def print_checks(checks: Sequence[CheckRow]) -> None:
-    """One row a comparison: what was measured, what is allowed."""
+    """One row a comparison: what was measured, what is allowed; and a line for each that failed."""
     if not checks:
         return
     table = Table("parity", "measured", "tolerance", "")
@@ -136,6 +143,9 @@ def print_checks(checks: Sequence[CheckRow]) -> None:
         verdict = "[green]ok[/]" if row.passed else "[bold red]FAILED[/]"
         table.add_row(escape(row.name), f"{row.measured:.3g}", f"{row.tolerance:.3g}", verdict)
     _console().print(table)
+    for row in checks:
+        if not row.passed:
+            print_line(f"FAILED {row.name}: {row.detail}")
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -175,11 +185,6 @@ def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
-
-
-def _known(check: dict[str, Any]) -> dict[str, Any]:
-    """The four figures; a certificate may say more about a check."""
-    return {name: check[name] for name in ("name", "measured", "tolerance", "passed")}
 
 
 def _size(num_bytes: int) -> str:
