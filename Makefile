@@ -93,7 +93,8 @@ verify: $(missing) ## re-run the bundle's certificate on this machine
 bench: $(missing) ## time prefill and decode of the bundle
 	$(bin)/graphport bench $(out)
 
-pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS)
+# A file stays with one worker, so that what its tests share (an exported model) is made once.
+pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: test
 test: $(SMOLLM2) | $(installed) ## run the tests, the real model included
