@@ -1,0 +1,133 @@
+# From a clean clone: `make export`, then `make generate PROMPT="..."`. `make help` lists the targets.
+#
+# Variables to set on the command line (the environment does not set them):
+#   MODEL      what to export: a .gguf file, a Hugging Face folder or hub id, path/to/file.py:function
+#   PRECISION  fp32, fp16, bf16, int8, int4 or gguf          TARGET  cpu or cuda
+#   OUT        the bundle's folder                            PROMPT  what `make generate` asks
+#   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
+
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON = python3
+WORKERS = 2
+PRECISION = int8
+TARGET = cpu
+PROMPT = What is the capital of France?
+
+SMOLLM2 := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL = $(SMOLLM2)
+
+# The default name carries whatever differs from the defaults, so that two settings never share a folder unasked.
+name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(basename $(notdir $(MODEL:%/=%))))
+name := $(name)$(if $(filter-out int8,$(PRECISION)),-$(PRECISION))$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
+OUT = build/$(name)
+
+bin := .venv/bin
+installed := .venv/.installed
+out := $(OUT:%/=%)
+settings := $(out).settings
+# What `generate`, `verify` and `bench` need first: nothing when there is a bundle, whatever it was made from.
+missing := $(if $(wildcard $(out)/manifest.json),$(installed),$(out)/manifest.json)
+quote = '$(subst ','\'',$(1))'
+
+ifneq ($(words $(OUT)),1)
+$(error OUT is "$(OUT)"; make needs one path without spaces, use `graphport export` for others)
+endif
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
+		printf '  make %-10s %s\n' "$$target" "$$text"; done
+
+.PHONY: setup
+setup: $(installed) ## create .venv with the exact versions of constraints.txt
+
+# pip up to 25.2 applies PIP_CONSTRAINT to the build environment too, later ones PIP_BUILD_CONSTRAINT.
+$(installed): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "graphport needs Python >= 3.11; %s is %d.%d.%d. Set PYTHON, for example: make PYTHON=python3.12 setup" % (sys.executable, v[0], v[1], v[2]))'
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
+		$(bin)/python -m pip --disable-pip-version-check install --editable '.[dev]'
+	@touch $@
+
+.PHONY: fetch
+fetch: $(SMOLLM2) ## download SmolLM2-135M-Instruct (98 MB) into build/downloads
+
+$(SMOLLM2): examples/fetch_smollm2.py | $(installed)
+	@$(bin)/python $< $@
+
+.PHONY: export
+export: $(out)/manifest.json ## export MODEL to the bundle OUT and verify it; prints what fused and the parity figures
+	@echo 'bundle: $(out)'
+	@echo 'next:   make generate$(if $(filter command line,$(origin OUT) $(origin MODEL) $(origin PRECISION) $(origin TARGET)), OUT=$(out)) PROMPT="What is the capital of France?"'
+
+# Exported again when the settings, the model or the exporter changed; only a folder that is a bundle is replaced.
+$(out)/manifest.json: $(settings) $(wildcard $(MODEL) model_def/*.py export/*.py) | $(installed)
+	@$(bin)/graphport export $(call quote,$(MODEL)) $(out) --target $(TARGET) --precision $(PRECISION) \
+		$(if $(wildcard $(out)/manifest.json),--force) > /dev/null
+
+# Rewritten only when the text differs, so that its time tells when the settings changed.
+$(settings): unconditional
+	@mkdir -p $(dir $@)
+	@printf '%s\n' $(call quote,$(MODEL)) '$(PRECISION)' '$(TARGET)' | cmp -s - $@ || \
+		printf '%s\n' $(call quote,$(MODEL)) '$(PRECISION)' '$(TARGET)' > $@
+
+ifeq ($(MODEL),$(SMOLLM2))
+$(out)/manifest.json: $(SMOLLM2)
+endif
+
+.PHONY: unconditional
+unconditional:
+
+.PHONY: generate
+generate: $(missing) ## answer PROMPT with the bundle
+	@$(bin)/graphport generate $(out) -- $(call quote,$(value PROMPT))
+
+.PHONY: verify
+verify: $(missing) ## re-run the bundle's certificate on this machine
+	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); fi; \
+		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
+
+.PHONY: bench
+bench: $(missing) ## time prefill and decode of the bundle
+	$(bin)/graphport bench $(out)
+
+# A file stays with one worker, so that what its tests share (an exported model) is made once.
+pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: test
+test: $(SMOLLM2) | $(installed) ## run the tests, the real model included
+	$(pytest) -m "not slow and not gpu"
+
+.PHONY: test-slow
+test-slow: $(SMOLLM2) | $(installed) ## run the slow tests
+	$(pytest) -m "slow and not gpu"
+
+.PHONY: test-gpu
+test-gpu: $(SMOLLM2) | $(installed) ## run the tests that need a CUDA device
+	$(bin)/python -m pytest -m gpu
+
+.PHONY: lint
+lint: $(installed) ## check format and lint rules (ruff)
+	$(bin)/ruff format --check .
+	$(bin)/ruff check .
+
+.PHONY: types
+types: $(installed) ## check types (mypy, strict)
+	$(bin)/mypy
+
+.PHONY: imports
+imports: $(installed) ## check the direction of imports (import-linter)
+	$(bin)/lint-imports
+
+.PHONY: wheel
+wheel: $(installed) ## build dist/*.tar.gz and, from it, dist/*.whl
+	rm -rf dist
+	$(bin)/python -m build --quiet --no-isolation
+	@ls -l dist
+
+.PHONY: clean
+clean: ## remove .venv, the bundles and the caches; keeps build/downloads
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
+	if [ -d build ]; then find build -mindepth 1 -maxdepth 1 ! -name downloads -exec rm -rf {} +; fi

@@ -1,0 +1,193 @@
+"""Tables and progress of the command line, drawn by rich on stderr.
+
+In: manifests, fusion counts, certificate checks. Out: text on stderr, and `Report` records with their JSON data. It
+exports, verifies and runs nothing; torch-free.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+
+
+class Check(Protocol):
+    """One comparison of a certificate, as the exporter returns it."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102 - stands for itself
+    @property
+    def measured(self) -> float: ...  # noqa: D102
+    @property
+    def tolerance(self) -> float: ...  # noqa: D102
+    @property
+    def detail(self) -> str: ...  # noqa: D102
+    @property
+    def passed(self) -> bool: ...  # noqa: D102
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRow:
+    """One comparison: the figure measured, what it may be at most, the verdict, and more figures in words."""
+
+    name: str
+    measured: float
+    tolerance: float
+    passed: bool
+    detail: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a bundle says about itself; `checks` is None when it was exported without a certificate."""
+
+    path: Path
+    manifest: Manifest
+    fusions: dict[str, int]
+    checks: tuple[CheckRow, ...] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data: path, manifest, fusions, checks (null without a certificate)."""
+        return {
+            "path": str(self.path),
+            "manifest": json.loads(self.manifest.to_json()),
+            "fusions": self.fusions,
+            "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
+        }
+
+
+def check_row(check: Check) -> CheckRow:
+    """What is shown of a check that the exporter returned."""
+    return CheckRow(
+        name=check.name,
+        measured=float(check.measured),
+        tolerance=float(check.tolerance),
+        passed=bool(check.passed),
+        detail=check.detail,
+    )
+
+
+def read_report(folder: Path) -> Report:
+    """Read manifest, fusions and certificate of a bundle; raises ValueError when a file is torn."""
+    manifest = read_manifest(folder)
+    fusions = _read_json(folder / FUSIONS_FILE)
+    certificate = _read_json(folder / CERTIFICATE_FILE)
+    try:
+        counts = {} if fusions is None else {str(rule): int(count) for rule, count in fusions["counts"].items()}
+        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
+        ) from error
+    return Report(path=folder, manifest=manifest, fusions=counts, checks=checks)
+
+
+def print_report(report: Report) -> None:
+    """All tables of a bundle."""
+    manifest = report.manifest
+    table = Table("bundle", escape(str(report.path)))
+    for name, value in (
+        ("target", manifest.target),
+        ("precision", manifest.precision),
+        ("KV cache", manifest.cache_dtype),
+        ("longest text", f"{manifest.max_length} tokens"),
+        ("layers", str(manifest.config.num_layers)),
+        ("vocabulary", str(manifest.config.vocab_size)),
+        *((f"source {key}", value) for key, value in manifest.source.items()),
+        ("graphport", manifest.graphport_version),
+    ):
+        table.add_row(escape(name), escape(value))
+    _console().print(table)
+    print_bundle(manifest, report.fusions, report.checks or ())
+    if report.checks is None:
+        print_line("no certificate: it was exported with --no-verify")
+
+
+def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequence[CheckRow]) -> None:
+    """Files and sizes, what fused and how often, parity figures with their tolerances."""
+    files = Table("file", "size", show_footer=True)
+    files.columns[0].footer = "all"
+    files.columns[1].footer = _size(sum(record.size for record in manifest.files.values()))
+    files.columns[1].justify = "right"
+    for name, record in manifest.files.items():
+        files.add_row(escape(name), _size(record.size))
+    fused = Table("fused", "count")
+    fused.columns[1].justify = "right"
+    for rule, count in fusions.items():
+        fused.add_row(escape(rule), str(count))
+    console = _console()
+    for table in (files, fused):
+        if table.row_count:
+            console.print(table)
+    print_checks(checks)
+
+
+def print_checks(checks: Sequence[CheckRow]) -> None:
+    """One row a comparison: what was measured, what is allowed; and a line for each that failed."""
+    if not checks:
+        return
+    table = Table("parity", "measured", "tolerance", "")
+    for row in checks:
+        verdict = "[green]ok[/]" if row.passed else "[bold red]FAILED[/]"
+        table.add_row(escape(row.name), f"{row.measured:.3g}", f"{row.tolerance:.3g}", verdict)
+    _console().print(table)
+    for row in checks:
+        if not row.passed:
+            print_line(f"FAILED {row.name}: {row.detail}")
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """One line a note."""
+    for note in notes:
+        print_line(f"note: {note}")
+
+
+def print_line(text: str, *, end: str = "\n") -> None:
+    """`text` as it is, on stderr, unwrapped (so that commands can be copied)."""
+    _console().print(text, end=end, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def progress_lines() -> Iterator[Callable[[str], None]]:
+    """A function that says which stage begins: one line each with the seconds so far, and a spinner on a terminal."""
+    console = _console()
+    start = time.perf_counter()
+    with console.status("") as status:
+
+        def progress(stage: str) -> None:
+            status.update(stage)
+            elapsed = f"{time.perf_counter() - start:6.1f} s  "
+            console.print(elapsed + stage, markup=False, highlight=False, soft_wrap=True)
+
+        yield progress
+
+
+def _console() -> Console:
+    return Console(stderr=True)
+
+
+def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 1_000_000:
+        return f"{num_bytes / 1e3:.1f} kB"
+    return f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,67 @@
+"""Fixtures of all tests: the real model's file, one seed a test, one thread a worker.
+
+In: the environment variable GRAPHPORT_SMOLLM2 and the checkout. Out: fixtures. Nothing here downloads.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_fakes import FakeExport, FakeRuntime
+
+# Before anything loads OpenMP: a worker a core with as many threads each is several times slower than one thread each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SEED = 20240229
+CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever uses the real model is marked `real`."""
+    for item in items:
+        if "smollm2_gguf" in getattr(item, "fixturenames", ()):
+            item.add_marker("real")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """Path of SmolLM2-135M-Instruct.Q4_1.gguf; without it the test is skipped, or fails where CI is set."""
+    given = os.environ.get("GRAPHPORT_SMOLLM2")
+    path = Path(given) if given else CHECKOUT / "build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.is_file():
+        message = f"{path} does not exist; run `make fetch` or set GRAPHPORT_SMOLLM2"
+        if given or os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """The same random numbers in every run and order of tests; torch only where a test has imported it."""
+    random.seed(SEED)
+    np.random.seed(SEED)  # for code under test that uses the global state
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(SEED)
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """Stands in for `graphport.runtime` when a command imports it."""
+    fake = FakeRuntime()
+    monkeypatch.setitem(sys.modules, "graphport.runtime", fake)
+    return fake
+
+
+@pytest.fixture
+def fake_export(monkeypatch: pytest.MonkeyPatch) -> FakeExport:
+    """Stands in for `graphport.export` and `graphport.export.verify` when a command imports them."""
+    fake = FakeExport()
+    monkeypatch.setitem(sys.modules, "graphport.export", fake)
+    monkeypatch.setitem(sys.modules, "graphport.export.verify", fake)
+    return fake

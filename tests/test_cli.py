@@ -1,0 +1,185 @@
+"""The command line as a whole: its frozen contract, bad arguments, failures, interrupts, closed pipes, imports.
+
+Export and runtime are fakes here (`cli_fakes.py`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from cli_fakes import FakeExport, FakeRuntime, PipedInput
+
+from graphport.cli import app, main
+
+# DESIGN, "Command line": the commands built so far. A change here is a change of the contract.
+CONTRACT = {
+    "export": "SOURCE OUT --context --debug --force --kv-cache --no-verify --precision --require-fused --seed --target",
+    "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
+    "--seed --stop --temperature --top-k --top-p",
+    "chat": "BUNDLE --debug",
+    "verify": "BUNDLE --against --debug --json",
+    "report": "BUNDLE --debug --json",
+}
+
+
+LATER = {"bench", "diff", "embed", "eval", "plan", "serve", "tune"}
+
+
+def _spelling(command: Any) -> str:
+    arguments, options = [], []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            arguments.append((parameter.metavar or parameter.name).upper())
+        else:
+            options += [*parameter.opts, *parameter.secondary_opts]
+    return " ".join(arguments + sorted(options))
+
+
+def test_commands_and_options_are_those_of_the_contract() -> None:
+    commands = typer.main.get_command(app).commands
+    spelled = {name: _spelling(command) for name, command in commands.items() if name not in LATER}
+    assert spelled == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "Missing command"),
+        ("expotr a b", "No such command 'expotr'. Did you mean 'export'"),
+        ("generate", "Missing argument 'BUNDLE'"),
+        ("generate b --top_k 3", "No such option: --top_k"),
+        ("generate b p --max-new-tokens -1", "--max-new-tokens"),
+        ("generate b p --temperature warm", "--temperature"),
+        ("generate b p --temperature -1", r"temperature \(-1.0\) must not be negative"),
+        ("generate b p --device tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        ("export a b --precision int3", "'int3' is not one of 'fp32'"),
+        ("export a b --context 0", "--context"),
+        ("export a b --require-fused attention", "needs RULE=all or RULE=N"),
+        ("export a b --require-fused attention=-1", "needs RULE=all or RULE=N"),
+        ("export a b --require-fused attention=1 --require-fused attention=2", "names attention twice"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_one_line(
+    arguments: str, message: str, fake_runtime: FakeRuntime, fake_export: FakeExport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("graphport: error: ")
+    assert err.count("\n") == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(err)
+    assert not fake_runtime.loads
+    assert not fake_export.calls
+
+
+@pytest.mark.parametrize(
+    ("failure", "line"),
+    [
+        (ValueError("prompt of 9 tokens,\n  limit 8"), "graphport: error: prompt of 9 tokens, limit 8\n"),
+        (KeyError("x"), "graphport: error: KeyError: 'x'; run again with --debug for the traceback\n"),
+    ],
+)
+def test_failures_are_one_line_and_a_traceback_only_with_debug(
+    failure: Exception, line: str, fake_runtime: FakeRuntime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_runtime.failure = failure
+    assert main(["generate", "bundle", "hi"]) == 1
+    assert capsys.readouterr().err == line
+    assert main(["generate", "bundle", "hi", "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.endswith(line)
+
+
+@pytest.mark.parametrize("command", [["generate", "bundle", "hi"], ["chat", "bundle"]])
+def test_an_interrupt_exits_with_130_and_no_traceback(
+    command: list[str],
+    fake_runtime: FakeRuntime,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake_runtime.failure = KeyboardInterrupt()
+    monkeypatch.setattr("sys.stdin", PipedInput("hi\n"))
+    assert main(command) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# A process of its own with a runtime that streams for ever.
+_ENDLESS = textwrap.dedent("""
+    import itertools, sys, types
+    class Model:
+        tokenizer = types.SimpleNamespace(has_chat_template=False, encode=lambda text: [1])
+        def stream(self, ids, sampling):
+            for i in itertools.count():
+                yield types.SimpleNamespace(text="line\\n", token_id=i, finish_reason=None)
+    sys.modules["graphport.runtime"] = types.SimpleNamespace(
+        load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+    from graphport.cli import main
+    sys.exit(main(["generate", "bundle", "hi"]))
+""")
+
+
+def _start(script: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_a_closed_stdout_ends_without_a_traceback() -> None:
+    process = _start(_ENDLESS)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=20) == 1
+
+
+def test_a_stdout_closed_before_the_last_flush_ends_without_a_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "graphport.cli", "--version"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False, timeout=20)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_sigint_ends_a_stream_with_130() -> None:
+    process = _start(_ENDLESS)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+_HEAVY = ("torch", "onnx", "onnx_ir", "onnxscript", "transformers", "safetensors", "gguf")
+
+
+def _run_and_list_imports(arguments: list[str], names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    script = f"import sys; from graphport.cli import main; code = main({arguments!r}); "
+    script += f"print(code, [name for name in {names!r} if name in sys.modules])"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "report"])
+def test_generate_chat_and_report_start_without_torch(command: str, tmp_path: Path) -> None:
+    done = _run_and_list_imports([command, str(tmp_path)], _HEAVY)
+    assert done.stdout == "1 []\n"
+    assert f"{tmp_path} is no graphport bundle" in done.stderr
+
+
+def test_help_imports_neither_torch_nor_the_runtime() -> None:
+    done = _run_and_list_imports(["generate", "--help"], (*_HEAVY, "numpy", "onnxruntime"))
+    assert done.stdout.endswith("0 []\n")
+    assert "greedy" in done.stdout

@@ -1,0 +1,127 @@
+"""`export`, `verify` and `report`: what they pass on and what they print. The exporter is a fake."""
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_fakes import CHECK, FakeExport, tiny_manifest
+
+from graphport.cli import main
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    (tmp_path / "manifest.json").write_text(tiny_manifest().to_json())
+    (tmp_path / "fusions.json").write_text(json.dumps({"counts": {"pack_qkv": 2}}))
+    (tmp_path / "certificate.json").write_text(json.dumps({"checks": [CHECK]}))
+    return tmp_path
+
+
+def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
+    fake_export: FakeExport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "model.gguf", "build/out"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "build/out\n"
+    for piece in ("tracing [30 layers]", "2.5 MB", "pack_qkv", "30", "0.004", "0.006", "ok", "context limited"):
+        assert piece in err
+    assert "next: graphport generate build/out " in err
+    (arguments, options), *_ = fake_export.calls
+    del options["progress"]
+    assert arguments == ("model.gguf", Path("build/out"))
+    assert options == {
+        "target": "cpu",
+        "precision": "int8",
+        "kv_cache": "auto",
+        "context": None,
+        "seed": 0,
+        "verify": True,
+        "require_fused": {},
+        "force": False,
+    }
+
+
+def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
+    options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --seed 3 --no-verify --force"
+    fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
+    assert main(["export", "m", "o", *options.split(), *fused]) == 0
+    passed = fake_export.calls[0][1]
+    del passed["progress"]
+    assert passed == {
+        "target": "cuda",
+        "precision": "fp16",
+        "kv_cache": "int8",
+        "context": 64,
+        "seed": 3,
+        "verify": False,
+        "require_fused": {"attention": "all", "pack_qkv": 30},
+        "force": True,
+    }
+
+
+@pytest.mark.parametrize("command", [["export", "a", "b"], ["verify", "b"]])
+def test_a_missing_optional_dependency_is_named_with_the_install_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Blocked:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.startswith("graphport.export"):
+                raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    for name in [name for name in sys.modules if name.startswith("graphport.export")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sys.meta_path", [Blocked(), *sys.meta_path])
+    assert main(command) == 1
+    assert "needs torch, which is not installed; do: pip install 'graphport[export]'" in capsys.readouterr().err
+
+
+def test_verify_exits_with_1_when_a_check_fails(fake_export: FakeExport, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "bundle", "--against", "model.gguf"]) == 0
+    assert capsys.readouterr().out == "passed\n"
+    assert fake_export.calls == [((Path("bundle"),), {"against": "model.gguf"})]
+    fake_export.checks.append(types.SimpleNamespace(**CHECK | {"passed": False, "measured": 0.5}))
+    assert main(["verify", "bundle"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "failed\n"
+    assert "FAILED int8 against fp32, KL: top-1 99%" in err
+    assert main(["verify", "bundle", "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert (data["passed"], data["checks"][0]) == (False, CHECK)
+
+
+def test_verify_without_any_check_has_not_passed(fake_export: FakeExport) -> None:
+    fake_export.checks.clear()
+    assert main(["verify", "bundle"]) == 1
+
+
+def test_report_shows_manifest_files_fusions_and_certificate(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(bundle)]) == 0
+    err = capsys.readouterr().err
+    for piece in ("int8", "13 tokens", "tiny[1].gguf", "model.onnx", "2.5 MB", "pack_qkv", "int8 against fp32, KL"):
+        assert piece in err
+    assert main(["report", str(bundle), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["manifest"]["precision"] == "int8"
+    assert data["fusions"] == {"pack_qkv": 2}
+    assert data["checks"] == [CHECK]
+
+
+def test_report_says_when_there_is_no_certificate(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "certificate.json").unlink()
+    assert main(["report", str(bundle)]) == 0
+    assert "no certificate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"checks": [{"name": "x"}]}'])
+def test_report_refuses_a_damaged_certificate(text: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (bundle / "certificate.json").write_text(text)
+    assert main(["report", str(bundle)]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
+def test_report_refuses_a_folder_that_is_no_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "is no graphport bundle" in capsys.readouterr().err
