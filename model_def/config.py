@@ -20,6 +20,7 @@ from graphport.model_def.position_config import (
     SinusoidalPosition,
     YarnScaling,
     require_choice,
+    require_count,
     require_positive,
 )
 
@@ -65,14 +66,16 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
-            require_positive(name, getattr(self, name))
+            require_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})")
-        for name in ("window", "softcap", "scale"):
+        for name in ("softcap", "scale"):
             if getattr(self, name) is not None:
                 require_positive(f"attention {name}", getattr(self, name))
-        if self.window is not None and not self.causal:
-            raise ConfigError(f"a sliding window ({self.window}) needs causal attention")
+        if self.window is not None:
+            require_count("attention window", self.window)
+            if not self.causal:
+                raise ConfigError(f"a sliding window ({self.window}) needs causal attention")
         if self.rotary is not None:
             self._check_rotary(self.rotary)
 
@@ -119,7 +122,7 @@ class FeedForwardConfig:
     bias: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("feed-forward width", self.width)
+        require_count("feed-forward width", self.width)
         require_choice("activation", self.activation, _ACTIVATIONS)
 
 
@@ -157,7 +160,9 @@ class TransformerConfig:
     logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "max_positions", "embedding_scale", "logit_scale"):
+        for name in ("vocab_size", "hidden_size", "max_positions"):
+            require_count(name, getattr(self, name))
+        for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
             raise ConfigError("blocks is empty; a transformer needs at least one layer")
@@ -238,5 +243,5 @@ def _from_plain(value: Any) -> Any:  # noqa: ANN401 - the inverse of _to_plain
         raise ConfigError(f"unknown record type {name!r}; known: {', '.join(_RECORDS)}")
     try:
         return _RECORDS[name](**{key: _from_plain(item) for key, item in fields.items()})
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise ConfigError(f"{name}: {error}") from error

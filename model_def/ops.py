@@ -51,12 +51,13 @@ def cached_attention(
     query [B, S, N*H]; key, value [B, S, K*H]; past_key, past_value [B, K, C, H]; seqlens_k int32 [B], a row's
     tokens after the step minus one; total_sequence_length int32 scalar, equal to S exactly when nothing is cached;
     cos, sin [P, D/2] or None. softcap 0 is off; window -1 is off, else position i sees (i - window, i].
-    Returns the heads joined [B, S, N*H] and the caches after the step [B, K, C, H].
+    Returns the heads joined [B, S, N*H] and the caches after the step [B, K, C, H], contiguous.
     Semantics of ONNX Runtime's GroupQueryAttention with a static cache; rows beyond a row's length are unspecified
-    there and attend like the others here.
+    there and attend like the others here. Raises ValueError when a row's tokens do not fit its cache.
     """
     num_new, capacity = query.shape[1], past_key.shape[2]
     past = past_lengths(seqlens_k, total_sequence_length, num_new)  # [B]
+    _check_room(past, num_new, capacity)
     positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
     queries = split_heads(query, num_heads)  # [B, N, S, H]
     keys = split_heads(key, num_kv_heads)
@@ -82,7 +83,7 @@ def cached_attention(
         scale=scale,
         softcap=softcap,
     )
-    return join_heads(attended), present_key, present_value
+    return join_heads(attended).contiguous(), present_key.contiguous(), present_value.contiguous()
 
 
 @cached_attention.register_fake
@@ -103,7 +104,7 @@ def _(
     window: int,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(past_key), torch.empty_like(past_value)
+    return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 
 
 def attend(
@@ -150,6 +151,15 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def join_heads(x: Tensor) -> Tensor:
     """[B, N, S, H] to [B, S, N*H]."""
     return x.transpose(1, 2).flatten(2)
+
+
+def _check_room(past: Tensor, num_new: int, capacity: int) -> None:
+    for row, length in enumerate(past.tolist()):
+        if not 0 <= length <= capacity - num_new:
+            raise ValueError(
+                f"row {row} has {length} tokens before a step of {num_new}; it needs at least 0 before and at most "
+                f"{capacity} (the cache's capacity) after: correct seqlens_k or grow the cache"
+            )
 
 
 def _write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class DynamicScaling:
 
     def __post_init__(self) -> None:
         require_positive("rotary scaling factor", self.factor)
-        require_positive("original_max_positions", self.original_max_positions)
+        require_count("original_max_positions", self.original_max_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         require_positive("rotary scaling factor", self.factor)
-        require_positive("original_max_positions", self.original_max_positions)
+        require_count("original_max_positions", self.original_max_positions)
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ConfigError(
                 f"low_freq_factor ({self.low_freq_factor}) must be positive and below "
@@ -66,7 +66,9 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         require_positive("rotary scaling factor", self.factor)
-        require_positive("original_max_positions", self.original_max_positions)
+        require_count("original_max_positions", self.original_max_positions)
+        if self.attention_factor is not None:
+            require_positive("attention_factor", self.attention_factor)
         if not self.beta_fast > self.beta_slow > 0:
             raise ConfigError(f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}) > 0")
 
@@ -81,13 +83,15 @@ class LongRopeScaling:
     attention_factor: float
 
     def __post_init__(self) -> None:
-        require_positive("original_max_positions", self.original_max_positions)
+        require_count("original_max_positions", self.original_max_positions)
         require_positive("attention_factor", self.attention_factor)
         if len(self.short_factor) != len(self.long_factor):
             raise ConfigError(
                 f"short_factor has {len(self.short_factor)} values, long_factor {len(self.long_factor)}; "
                 "both need one a rotary frequency"
             )
+        _require_divisors("short_factor", self.short_factor)
+        _require_divisors("long_factor", self.long_factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +101,7 @@ class FrequencyFactors:
     factors: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.factors or min(self.factors) <= 0:
-            raise ConfigError("frequency factors must be a non-empty list of positive numbers")
+        _require_divisors("frequency factors", self.factors)
 
 
 RotaryScaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyFactors
@@ -134,9 +137,9 @@ class LearnedPosition:
     offset: int = 0
 
     def __post_init__(self) -> None:
-        require_positive("max_positions of the learned position table", self.max_positions)
-        if self.offset < 0:
-            raise ConfigError(f"position offset ({self.offset}) must not be negative")
+        require_count("max_positions of the learned position table", self.max_positions)
+        if isinstance(self.offset, bool) or not isinstance(self.offset, int) or self.offset < 0:
+            raise ConfigError(f"position offset must be a whole number of at least 0, got {self.offset!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,7 @@ class SinusoidalPosition:
     max_positions: int
 
     def __post_init__(self) -> None:
-        require_positive("max_positions of the sinusoidal table", self.max_positions)
+        require_count("max_positions of the sinusoidal table", self.max_positions)
 
 
 def require_positive(name: str, value: float) -> None:
@@ -155,7 +158,21 @@ def require_positive(name: str, value: float) -> None:
         raise ConfigError(f"{name} must be a positive number, got {value!r}")
 
 
+def require_count(name: str, value: int) -> None:
+    """Raise ConfigError unless `value` is an integer above zero."""
+    require_positive(name, value)
+    if not isinstance(value, int):
+        raise ConfigError(f"{name} must be a whole number, got {value!r}")
+
+
 def require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _require_divisors(name: str, values: tuple[float, ...]) -> None:
+    if not values:
+        raise ConfigError(f"{name} is empty; it needs one positive number a rotary frequency")
+    for index, value in enumerate(values):
+        require_positive(f"{name}[{index}]", value)

@@ -67,7 +67,8 @@ def length_switch(rotary: RotaryPosition) -> int | None:
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the first D dimensions of `heads` [..., S, H] by tables that broadcast to [..., S, D/2].
 
-    Pairs are (2i, 2i+1) when interleaved, else (i, i + D/2); the dimensions from D on pass through.
+    Pairs are (2i, 2i+1) when interleaved, else (i, i + D/2); the dimensions from D on pass through. Computed in the
+    wider dtype of heads and tables, returned in the dtype of `heads`.
     (Su et al. 2021, equation 34.)
     """
     dim = 2 * cos.shape[-1]
@@ -78,7 +79,7 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
         first, second = turning.chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
-    return torch.cat((rotated, passing), dim=-1)
+    return torch.cat((rotated.to(heads.dtype), passing), dim=-1)
 
 
 def sinusoidal_table(num_positions: int, width: int) -> Tensor:

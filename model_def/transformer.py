@@ -95,7 +95,7 @@ class Transformer(nn.Module):
             x = x + self.position(positions + self.config.position.offset)
         elif isinstance(self.config.position, SinusoidalPosition):
             table = sinusoidal_table(self.config.position.max_positions, self.config.hidden_size)
-            x = x + table[positions]
+            x = x + table[positions].to(x.dtype)
         return x  # type: ignore[no-any-return]  # nn.Module returns Any
 
     def read_out(self, x: Tensor) -> Tensor:
