@@ -78,7 +78,12 @@ def test_attention_equals_torch_multihead_attention(masks: str, *, has_bias: boo
     bias = additive_bias(5) if masks in ("additive", "both") else None
     key_padding = None if padding is None else torch.zeros(padding.shape).masked_fill(~padding, MINUS_INFINITY)
     expected, _ = theirs(
-        x, x, x, key_padding_mask=key_padding, attn_mask=None if bias is None else bias.flatten(0, 1), need_weights=False
+        x,
+        x,
+        x,
+        key_padding_mask=key_padding,
+        attn_mask=None if bias is None else bias.flatten(0, 1),
+        need_weights=False,
     )
     assert_parity(ours(x, padding=padding, bias=bias), expected, "torch layers")
     broken = {

@@ -256,7 +256,9 @@ def test_b45_a_row_that_sees_nothing_gives_0_and_leaves_the_others_alone(form: s
     blinded[0, :, 2] = False  # one position of row 0, and all of row 1
     blinded[1] = False
     bias = torch.zeros(blinded.shape).masked_fill(~blinded, float("-inf"))
-    attended = masked(queries, keys, values, blinded) if form == "bool" else masked(queries, keys, values, None, bias=bias)
+    attended = (
+        masked(queries, keys, values, blinded) if form == "bool" else masked(queries, keys, values, None, bias=bias)
+    )
     assert torch.isfinite(attended).all()
     assert not attended[0, :, 2].any()
     assert not attended[1].any()
@@ -269,7 +271,9 @@ def test_b45_a_row_that_sees_nothing_gives_0_and_leaves_the_others_alone(form: s
 def test_b46_masked_keys_have_no_weight_for_scores_of_any_size(size: float, dtype: torch.dtype) -> None:
     queries, keys, values = heads()
     # float16 products must stay below 65504 before the scale is applied
-    gain = min(size, 6e4 if dtype == torch.float16 else size) / float((queries @ keys.repeat_interleave(3, 1).mT).abs().max())
+    gain = min(size, 6e4 if dtype == torch.float16 else size) / float(
+        (queries @ keys.repeat_interleave(3, 1).mT).abs().max()
+    )
     queries, keys = queries * gain**0.5, keys * gain**0.5
     visible = torch.ones(7, 7, dtype=torch.bool).tril()[None, None] & (torch.arange(7) != 4)
     queries, keys, values = (x.to(dtype) for x in (queries, keys, values))

@@ -1,7 +1,7 @@
 """Tiny random models of every kind a TransformerConfig can describe.
 
-In: a name of the tables below, a seed. Out: configs, and eager fp32 models whose attention is far from uniform and whose
-best token is well ahead of the second. Nothing is fetched; it compares nothing (see `parity.py`).
+In: a name of the tables below, a seed. Out: configs, and eager fp32 models whose attention is far from uniform and
+whose best token is well ahead of the second. Nothing is fetched; it compares nothing (see `parity.py`).
 """
 
 import dataclasses
