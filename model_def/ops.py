@@ -83,7 +83,7 @@ def cached_attention(
         scale=scale,
         softcap=softcap,
     )
-    return join_heads(attended).contiguous(), present_key.contiguous(), present_value.contiguous()
+    return join_heads(attended), present_key.contiguous(), present_value.contiguous()
 
 
 @cached_attention.register_fake

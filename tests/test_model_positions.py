@@ -54,6 +54,14 @@ SCALINGS: dict[str, tuple[RotaryScaling, dict[str, Any]]] = {
         YarnScaling(factor=4.0, original_max_positions=SWITCH, beta_fast=2.0, beta_slow=0.25, truncate=False),
         {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.25, "truncate": False},
     ),
+    "yarn_slow": (  # the ramp ends beyond the last pair
+        YarnScaling(factor=4.0, original_max_positions=SWITCH, beta_fast=2.0, beta_slow=0.01),
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.01},
+    ),
+    "yarn_flat": (  # the ramp has no width
+        YarnScaling(factor=4.0, original_max_positions=SWITCH, beta_fast=32.0, beta_slow=3.0),
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 3.0},
+    ),
     "yarn_factor": (
         YarnScaling(factor=4.0, original_max_positions=SWITCH, attention_factor=1.3),
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.3},

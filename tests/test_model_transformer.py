@@ -1,16 +1,18 @@
-"""The whole-text model: encoders, shapes, tables, and variants that must be told from the right model."""
+"""The model's parts against their formulas; encoders; variants that must be told from the right model."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from parity import assert_parity, assert_same_choice
-from tiny_models import VOCAB, WIDTH, tiny_configs, tiny_encoder_configs, tiny_model, token_ids
-from torch import Tensor
+from tiny_models import HIDDEN, VOCAB, WIDTH, tiny_configs, tiny_encoder_configs, tiny_model, token_ids
+from torch import Tensor, nn
 
-from graphport.model_def.config import FeedForwardConfig
+from graphport.model_def.config import FeedForwardConfig, NormConfig
+from graphport.model_def.norms import Norm
 from graphport.model_def.transformer import Transformer, parameter_shapes
 
 CONFIGS = tiny_configs()
@@ -22,6 +24,129 @@ def whole(model: Transformer, ids: Tensor) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(ids)
     return logits
+
+
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: x.clamp(min=0),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer in double precision."""
+    product = x @ layer.weight.double().T
+    return product if layer.bias is None else product + layer.bias.double()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", FORMULAS)
+@torch.no_grad()
+def test_a_feed_forward_equals_its_formula(activation: str, *, gated: bool) -> None:
+    layer = tiny_model(CONFIGS[f"{'gated' if gated else 'plain'}_{activation}"]).layers[0].feed_forward
+    x = normal(2, 5, HIDDEN)
+    up = linear(layer.up, x.double())
+    gate = up if layer.gate is None else linear(layer.gate, x.double())
+    for name, formula in FORMULAS.items():
+        expected = linear(layer.down, formula(gate) * up if gated else formula(up))
+        if name == activation:
+            assert_parity(layer(x), expected, "layer")
+            continue
+        with pytest.raises(AssertionError, match="max difference"):
+            assert_parity(layer(x), expected, "layer", what=name)
+    if gated:
+        with pytest.raises(AssertionError, match="max difference"):
+            assert_parity(layer(x), linear(layer.down, gate * FORMULAS[activation](up)), "layer", what="exchanged")
+
+
+def normalised(norm: Norm, x: Tensor, *, epsilon: float | None = None) -> Tensor:
+    """The norm's formula in double precision."""
+    weight = norm.weight.double() + (1 if norm.config.unit_offset else 0)
+    epsilon = norm.config.epsilon if epsilon is None else epsilon
+    if norm.config.kind == "layer":
+        x = x - x.mean(dim=-1, keepdim=True)
+    normal_form = x / (x.pow(2).mean(dim=-1, keepdim=True) + epsilon).sqrt() * weight
+    return normal_form if norm.bias is None else normal_form + norm.bias.double()
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+@pytest.mark.parametrize("unit_offset", [False, True])
+@torch.no_grad()
+def test_a_norm_equals_its_formula_with_its_own_epsilon(kind: Any, *, unit_offset: bool) -> None:
+    config = NormConfig(kind=kind, epsilon=0.1, unit_offset=unit_offset, bias=kind == "layer")
+    norm = Norm(config, HIDDEN)
+    for parameter in norm.parameters():
+        parameter.add_(0.3 * normal(HIDDEN))
+    x = normal(2, 5, HIDDEN, seed=1)
+    assert_parity(norm(x), normalised(norm, x.double()), "layer")
+    with pytest.raises(AssertionError, match="max difference"):
+        assert_parity(norm(x), normalised(norm, x.double(), epsilon=1e-6), "layer")
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "qk_norm_unit_offset"])
+@torch.no_grad()
+def test_q_and_k_have_norms_of_their_own_over_each_head(name: str) -> None:
+    layer = tiny_model(CONFIGS[name]).layers[0].attention
+    x = normal(2, 5, HIDDEN)
+    query, key, value = layer._project(x)
+    query_heads = linear(layer.query, x.double()).unflatten(-1, (6, 16))
+    key_heads = linear(layer.key, x.double()).unflatten(-1, (2, 16))
+    assert layer.query_norm is not None
+    assert layer.key_norm is not None
+    assert_parity(query, normalised(layer.query_norm, query_heads).flatten(-2), "layer")
+    assert_parity(key, normalised(layer.key_norm, key_heads).flatten(-2), "layer")
+    assert_parity(value, linear(layer.value, x.double()), "layer")
+    with pytest.raises(AssertionError, match="max difference"):
+        assert_parity(key, normalised(layer.query_norm, key_heads).flatten(-2), "layer")
+
+
+@pytest.mark.parametrize("name", ["grouped_query", "post_norm", "sandwich"])
+@torch.no_grad()
+def test_a_block_has_its_norms_where_its_order_says(name: str) -> None:
+    layer = tiny_model(CONFIGS[name]).layers[0]
+    x, attended = normal(2, 5, HIDDEN), normal(2, 5, HIDDEN, seed=1)
+    if layer.norm_order == "post":
+        assert layer.before_attention(x) is x
+        middle = layer.attention_norm(x + attended)
+        expected = layer.feed_forward_norm(middle + layer.feed_forward(middle))
+    else:
+        assert torch.equal(layer.before_attention(x), layer.attention_norm(x))
+        around = (layer.attention_output_norm, layer.feed_forward_output_norm)
+        after_attention, after_feed_forward = around if layer.norm_order == "sandwich" else (nn.Identity(),) * 2
+        middle = x + after_attention(attended)
+        expected = middle + after_feed_forward(layer.feed_forward(layer.feed_forward_norm(middle)))
+    assert torch.equal(layer.after_attention(x, attended), expected)
+
+
+@torch.no_grad()
+def test_embeddings_are_scaled_before_the_row_of_their_position_is_added() -> None:
+    model = tiny_model(CONFIGS["everything"])  # scale 1.5, row 1 belongs to position 0
+    ids = token_ids(2, 5)
+    assert model.position is not None
+    expected = model.embedding.weight[ids] * 1.5 + model.position.weight[1:6]
+    assert torch.equal(model.embed(ids, torch.arange(5)), expected)
+    model = tiny_model(CONFIGS["learned_offset"])
+    assert model.position is not None
+    assert torch.equal(model.embed(ids, torch.arange(5)), model.embedding.weight[ids] + model.position.weight[2:7])
+
+
+@torch.no_grad()
+def test_logits_are_scaled_and_then_capped() -> None:
+    model = tiny_model(CONFIGS["everything"])  # tied head with a bias, scale 0.8, cap 15
+    assert model.final_norm is not None
+    assert model.head is not None
+    assert model.head.bias is not None
+    x = normal(2, 5, HIDDEN)
+    hidden = normalised(model.final_norm, x.double())
+    logits = 0.8 * (hidden @ model.embedding.weight.double().T + model.head.bias.double())
+    assert_parity(model.read_out(x), 15 * torch.tanh(logits / 15), "layer")
+    with pytest.raises(AssertionError, match="max difference"):
+        assert_parity(model.read_out(x), 0.8 * 15 * torch.tanh(logits / 0.8 / 15), "layer", what="cap first")
 
 
 @pytest.mark.parametrize("name", ENCODERS)
