@@ -54,10 +54,7 @@ def open_source(source: str | Path, *, seed: int) -> SourceModel:
 def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
     if not path.is_file():
         raise CheckpointError(f"no file at {path}; SOURCE path/to/file.py:function names a Python file")
-    make = runpy.run_path(str(path)).get(function)
-    if not callable(make):
-        raise CheckpointError(f"{path} defines no function {function!r}")
-    made = make()
+    made = _call(path, function)
     notes: tuple[str, ...] = ()
     if isinstance(made, TransformerConfig):
         with torch.random.fork_rng(devices=[]):
@@ -78,3 +75,13 @@ def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
         source={"format": "python", "name": f"{path.name}:{function}", "sha256": digest},
         notes=notes,
     )
+
+
+def _call(path: Path, function: str) -> object:
+    try:
+        make = runpy.run_path(str(path)).get(function)
+        if callable(make):
+            return make()
+    except Exception as error:  # the user's own code may raise anything; --debug shows the traceback
+        raise CheckpointError(f"{path}:{function} failed: {type(error).__name__}: {error}") from error
+    raise CheckpointError(f"{path} defines no function {function!r}")

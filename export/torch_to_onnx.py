@@ -140,10 +140,31 @@ def _check_axes(model: ir.Model, signature: Signature) -> None:
                 renamed[str(found)] = wanted
     if frozen:
         raise ExportError(f"declared dynamic but frozen by the export: {'; '.join(frozen)}")
+    _check_outputs(model, signature, renamed)
     for value in _values(model.graph):
         if value.shape is not None:
             dims = [renamed.get(str(dim), dim) if not isinstance(dim, int) else dim for dim in value.shape]
             value.shape = ir.Shape(dims)
+
+
+def _check_outputs(model: ir.Model, signature: Signature, renamed: dict[str, str]) -> None:
+    """Compare dtypes and axes of the outputs with the declared ones; axes that the trace left open are named."""
+    wrong = []
+    for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
+        shape = tuple(d if isinstance(d, int) else renamed.get(str(d), d) for d in value.shape or ())
+        dtype = "none" if value.dtype is None else str(value.dtype.numpy().name)
+        known = set(renamed.values())
+        differs = len(shape) != len(spec.shape) or any(
+            found != wanted and (isinstance(found, int) or found in known)
+            for found, wanted in zip(shape, spec.shape, strict=False)
+        )
+        if dtype != spec.dtype or differs:
+            axes = ", ".join(map(str, shape))
+            wrong.append(f"{spec.name} is {dtype} [{axes}], declared {spec.dtype} {list(spec.shape)}")
+        else:
+            value.shape = ir.Shape(spec.shape)
+    if wrong:
+        raise ExportError(f"outputs differ from their declaration: {'; '.join(wrong)}; correct the signature or module")
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -1,0 +1,250 @@
+"""Tiny decoders and graphs for the export tests: configs, sharp random weights, feeds, sessions, before and after.
+
+In: a config. Out: modules, onnx_ir graphs and the numbers ONNX Runtime computes with its own optimiser off.
+Seeded; nothing is read from disk.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from numpy.typing import NDArray
+
+from graphport.export.bundle import write_graph
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.targets import CPU, Target
+from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.config import (
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardConfig,
+    NormConfig,
+    TransformerConfig,
+)
+from graphport.model_def.position_config import LearnedPosition, RotaryPosition, SinusoidalPosition
+from graphport.model_def.signature import GRAPH_FILE, Signature, decoder_signature
+from graphport.model_def.transformer import CachedDecoder, Transformer
+
+CAPACITY = 40
+MAX_LENGTH = 64
+Feed = dict[str, NDArray[Any]]
+Outputs = dict[str, NDArray[Any]]
+
+
+def make_block(
+    attention: Mapping[str, Any] | None = None, feed_forward: Mapping[str, Any] | None = None, **changes: Any
+) -> BlockConfig:
+    """Query heads, kv heads and head size are all different; the rotary width allows every kernel."""
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "rotary": RotaryPosition(theta=1e4)}
+    fields: dict[str, Any] = {"norm": NormConfig(), **changes}
+    return BlockConfig(
+        attention=AttentionConfig(**{**heads, **(attention or {})}),
+        feed_forward=FeedForwardConfig(**{"width": 40, **(feed_forward or {})}),
+        **fields,
+    )
+
+
+def make_config(*blocks: BlockConfig, **changes: Any) -> TransformerConfig:
+    """Two Llama-like layers, tied head, unless told otherwise."""
+    fields: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "max_positions": MAX_LENGTH,
+        "blocks": blocks or (make_block(), make_block()),
+        "final_norm": NormConfig(),
+    }
+    return TransformerConfig(**{**fields, **changes})
+
+
+LAYER_NORM = NormConfig(kind="layer", bias=True, epsilon=1e-5)
+_GPT = make_block(
+    {"num_kv_heads": 4, "rotary": None, "qkv_bias": True, "output_bias": True},
+    {"activation": "gelu_tanh", "gated": False, "bias": True},
+    norm=LAYER_NORM,
+)
+
+CONFIGS: dict[str, TransformerConfig] = {
+    "llama": make_config(),
+    "gpt": make_config(_GPT, _GPT, position=LearnedPosition(max_positions=MAX_LENGTH), final_norm=LAYER_NORM),
+    "gemma": make_config(
+        make_block(
+            {"qk_norm": NormConfig(unit_offset=True), "window": 6, "softcap": 20.0, "scale": 0.2, "num_kv_heads": 1},
+            {"activation": "gelu_tanh"},
+            norm=NormConfig(unit_offset=True),
+            norm_order="sandwich",
+        ),
+        make_block(
+            {"qk_norm": NormConfig(unit_offset=True), "num_kv_heads": 1},
+            {"activation": "gelu_tanh"},
+            norm=NormConfig(unit_offset=True),
+            norm_order="sandwich",
+        ),
+        embedding_scale=48**0.5,
+        final_norm=NormConfig(unit_offset=True),
+        logit_softcap=30.0,
+    ),
+    "post": make_config(
+        *[make_block({"rotary": None, "qkv_bias": True}, {"activation": "relu"}, norm_order="post")] * 2,
+        position=SinusoidalPosition(max_positions=MAX_LENGTH),
+        final_norm=None,
+        head="separate",
+        head_bias=True,
+        logit_scale=0.5,
+    ),
+    "mixed": make_config(
+        make_block({"head_dim": 8, "num_kv_heads": 4, "rotary": RotaryPosition(theta=1e4, interleaved=True)}),
+        make_block({"rotary": None}, {"activation": "gelu"}, norm_order="post"),
+        make_block({"head_dim": 12}, {"gated": False, "activation": "silu"}),
+        head="separate",
+    ),
+}
+
+
+def make_model(config: TransformerConfig, *, seed: int = 0) -> Transformer:
+    """Random weights in eval mode: sharp attention, biases not zero, norms away from 1, logits apart."""
+    model = Transformer(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                parameter.copy_(parameter + 0.3 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.5 * noise)
+            else:
+                sharpness = 2.5 if "query" in name or "key" in name else 1.0
+                parameter.copy_(noise * sharpness * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def export_decoder(model: Transformer, *, max_length: int = MAX_LENGTH) -> ir.Model:
+    return torch_to_onnx(CachedDecoder(model, max_length=max_length), decoder_signature(model.config))
+
+
+def make_plan(config: TransformerConfig, precision: str = "fp32", *, target: Target = CPU) -> CompilePlan:
+    return CompilePlan(
+        config=config, target=target, precision=target.precision(precision), max_length=config.max_positions
+    )
+
+
+def decoder_feed(
+    config: TransformerConfig, lengths: Sequence[int], num_new: int, *, seed: int = 0, capacity: int = CAPACITY
+) -> Feed:
+    """One step of `num_new` tokens a row; `lengths` are the tokens cached before it, in a cache that is NaN beyond."""
+    random = np.random.default_rng(seed)
+    batch = len(lengths)
+    feed: Feed = {
+        "input_ids": random.integers(config.vocab_size, size=(batch, num_new)),
+        "seqlens_k": np.array([length + num_new - 1 for length in lengths], np.int32),
+        "total_sequence_length": np.array(max(lengths) + num_new, np.int32),
+        "logits_rows": np.arange(batch * num_new, dtype=np.int64),
+    }
+    for spec in decoder_signature(config).inputs[4:]:
+        shape = (batch, spec.shape[1], capacity, spec.shape[3])
+        cache = np.full(shape, np.nan, np.float32)
+        for row, length in enumerate(lengths):
+            cache[row, :, :length] = random.standard_normal((shape[1], length, shape[3]))
+        feed[spec.name] = cache
+    return feed
+
+
+def eager_step(model: Transformer, feed: Feed) -> Outputs:
+    step = CachedDecoder(model, max_length=model.config.max_positions)
+    names = [spec.name for spec in decoder_signature(model.config).outputs]
+    with torch.inference_mode():
+        return dict(zip(names, (out.numpy() for out in step(*map(torch.from_numpy, feed.values()))), strict=True))
+
+
+def open_graph(model: ir.Model) -> ort.InferenceSession:
+    """A session over the graph as it is: ONNX Runtime's optimiser off."""
+    return _session(ir.to_proto(model).SerializeToString())
+
+
+def open_folder(folder: Path) -> ort.InferenceSession:
+    return _session(str(folder.resolve() / GRAPH_FILE))
+
+
+def run_graph(model: ir.Model, feed: Feed) -> Outputs:
+    return run_session(open_graph(model), feed)
+
+
+def run_session(session: ort.InferenceSession, feed: Feed) -> Outputs:
+    return dict(zip((out.name for out in session.get_outputs()), session.run(None, feed), strict=True))
+
+
+def save_and_open(model: ir.Model, folder: Path) -> ort.InferenceSession:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_graph(model, folder)
+    return open_folder(folder)
+
+
+def valid_part(name: str, value: NDArray[Any], feed: Feed) -> NDArray[Any]:
+    """A cache without what lies beyond each row's text (unspecified); any other output as it is."""
+    if not name.startswith("present"):
+        return value
+    return np.concatenate([value[row, :, : last + 1].ravel() for row, last in enumerate(feed["seqlens_k"])])
+
+
+def largest_difference(found: Outputs, wanted: Outputs, feed: Feed) -> float:
+    assert list(found) == list(wanted)
+    return max(
+        float(np.abs(valid_part(name, found[name], feed) - valid_part(name, wanted[name], feed)).max())
+        for name in wanted
+    )
+
+
+def count_ops(model: ir.Model) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for node in model.graph:
+        counts[node.op_type] = counts.get(node.op_type, 0) + 1
+    return counts
+
+
+def interface(model: ir.Model) -> list[tuple[object, ...]]:
+    """Names, order, dtypes and shapes of the graph's inputs and outputs."""
+    return [
+        (kind, value.name, value.dtype, str(value.shape))
+        for kind, values in (("in", model.graph.inputs), ("out", model.graph.outputs))
+        for value in values
+    ]
+
+
+def change_attention(config: TransformerConfig, **changes: Any) -> TransformerConfig:
+    """The same config with other attention fields in every block."""
+    blocks = tuple(
+        dataclasses.replace(block, attention=dataclasses.replace(block.attention, **changes)) for block in config.blocks
+    )
+    return dataclasses.replace(config, blocks=blocks)
+
+
+def make_graph(
+    inputs: Mapping[str, Sequence[int | str]], outputs: Sequence[str], text: str, **weights: Any
+) -> ir.Model:
+    """A graph written in ONNX's text form over float inputs, with weights by name."""
+    declared = ", ".join(f"float[{','.join(map(str, shape))}] {name}" for name, shape in inputs.items())
+    results = ", ".join(f"float[{','.join('ABCD'[:3])}] {name}" for name in outputs)
+    header = '<ir_version: 10, opset_import: ["" : 23, "graphport" : 1, "com.microsoft" : 1]>'
+    model = ir.from_onnx_text(f"{header}\ngraph ({declared}) => ({results}) {{\n{text}\n}}")
+    for name, array in weights.items():
+        tensor = ir.tensor(np.asarray(array), name=name)
+        value = next((v for node in model.graph for v in node.inputs if v is not None and v.name == name), None)
+        assert value is not None, name
+        value.const_value, value.dtype, value.shape = tensor, tensor.dtype, tensor.shape
+        model.graph.register_initializer(value)
+    return model
+
+
+def signature(inputs: Any, outputs: Any) -> Signature:
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def _session(model: str | bytes) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
