@@ -111,11 +111,12 @@ def _name_values(model: ir.Model, signature: Signature) -> None:
             f"the module has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, the signature names "
             f"{len(signature.inputs)} and {len(signature.outputs)}"
         )
+    reserved = {spec.name for spec in (*signature.inputs, *signature.outputs)}
+    for value in [*graph.initializers.values(), *(out for node in graph for out in node.outputs)]:
+        name = (value.name or "").removeprefix("module.").removeprefix("model.")
+        value.name = f"{name}.inner" if name in reserved else name
     for value, spec in zip(graph.inputs, signature.inputs, strict=True):
         value.name = spec.name
-    for value in list(graph.initializers.values()):
-        assert value.name is not None
-        value.name = value.name.removeprefix("module.").removeprefix("model.")
     taken: set[ir.Value] = set()
     for index, spec in enumerate(signature.outputs):
         value = graph.outputs[index]

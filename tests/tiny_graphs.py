@@ -5,6 +5,7 @@ Seeded; nothing is read from disk.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from graphport.export.bundle import write_graph
-from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_pass import CompilePlan, PassReport
+from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import (
@@ -27,7 +29,7 @@ from graphport.model_def.config import (
     TransformerConfig,
 )
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition, SinusoidalPosition
-from graphport.model_def.signature import GRAPH_FILE, Signature, decoder_signature
+from graphport.model_def.signature import GRAPH_FILE, DType, Signature, TensorSpec, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 
 CAPACITY = 40
@@ -120,6 +122,27 @@ def make_model(config: TransformerConfig, *, seed: int = 0) -> Transformer:
                 sharpness = 2.5 if "query" in name or "key" in name else 1.0
                 parameter.copy_(noise * sharpness * parameter.shape[-1] ** -0.5)
     return model
+
+
+@functools.cache
+def tiny_model(name: str) -> Transformer:
+    """The model of CONFIGS[name]; shared, so leave it as it is."""
+    return make_model(CONFIGS[name])
+
+
+@functools.cache
+def _exported(name: str) -> ir.Model:
+    return export_decoder(tiny_model(name))
+
+
+def exported(name: str) -> ir.Model:
+    """A fresh copy of the exported graph of CONFIGS[name], which is traced once a process."""
+    return _exported(name).clone()
+
+
+def compiled(name: str, precision: str = "fp32", *, target: Target = CPU) -> tuple[ir.Model, tuple[PassReport, ...]]:
+    model = exported(name)
+    return model, compile_graph(model, make_plan(CONFIGS[name], precision, target=target))
 
 
 def export_decoder(model: Transformer, *, max_length: int = MAX_LENGTH) -> ir.Model:
@@ -239,8 +262,12 @@ def make_graph(
     return model
 
 
-def signature(inputs: Any, outputs: Any) -> Signature:
-    return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+def tensor(name: str, *shape: int | str, dtype: DType = "float32") -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype, shape=shape)
+
+
+def signature(inputs: TensorSpec | Sequence[TensorSpec], *outputs: TensorSpec) -> Signature:
+    return Signature(inputs=(inputs,) if isinstance(inputs, TensorSpec) else tuple(inputs), outputs=outputs)
 
 
 def _session(model: str | bytes) -> ort.InferenceSession:
