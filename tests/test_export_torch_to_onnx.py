@@ -279,7 +279,7 @@ def test_b89_opset_and_ir_version_are_what_onnx_runtime_accepts() -> None:
 
 def test_too_many_dynamic_dimensions_are_refused() -> None:
     names = [f"axis{i}" for i in range(9)]
-    with pytest.raises(ExportError, match="9 dynamic dimensions .*at most 8"):
+    with pytest.raises(ExportError, match=r"9 dynamic dimensions .*at most 8"):
         torch_to_onnx(Flat(), signature([tensor(f"x{n}", n) for n in names], tensor("y", 1)))
 
 

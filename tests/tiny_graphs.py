@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from graphport.export.bundle import write_graph
 from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.pipeline import compile_graph
+from graphport.export.portable_ops import attach_function
 from graphport.export.targets import CPU, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import (
@@ -245,21 +246,63 @@ def change_attention(config: TransformerConfig, **changes: Any) -> TransformerCo
     return dataclasses.replace(config, blocks=blocks)
 
 
-def make_graph(
-    inputs: Mapping[str, Sequence[int | str]], outputs: Sequence[str], text: str, **weights: Any
-) -> ir.Model:
-    """A graph written in ONNX's text form over float inputs, with weights by name."""
-    declared = ", ".join(f"float[{','.join(map(str, shape))}] {name}" for name, shape in inputs.items())
-    results = ", ".join(f"float[{','.join('ABCD'[:3])}] {name}" for name in outputs)
-    header = '<ir_version: 10, opset_import: ["" : 23, "graphport" : 1, "com.microsoft" : 1]>'
-    model = ir.from_onnx_text(f"{header}\ngraph ({declared}) => ({results}) {{\n{text}\n}}")
-    for name, array in weights.items():
-        tensor = ir.tensor(np.asarray(array), name=name)
-        value = next((v for node in model.graph for v in node.inputs if v is not None and v.name == name), None)
-        assert value is not None, name
-        value.const_value, value.dtype, value.shape = tensor, tensor.dtype, tensor.shape
-        model.graph.register_initializer(value)
-    return model
+class TinyGraph:
+    """A graph built by hand, node by node; `graphport` nodes get their bodies."""
+
+    def __init__(self) -> None:
+        self._inputs: list[ir.Value] = []
+        self._nodes: list[ir.Node] = []
+        self._weights: list[ir.Value] = []
+
+    def input(self, name: str, *shape: int | str, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+        self._inputs.append(value)
+        return value
+
+    def weight(self, name: str, *shape: int, values: NDArray[Any] | None = None) -> ir.Value:
+        if values is None:
+            values = np.random.default_rng(len(self._weights)).standard_normal(shape).astype(np.float32)
+        tensor = ir.tensor(values, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(values.shape), const_value=tensor)
+        self._weights.append(value)
+        return value
+
+    def node(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        shape: Sequence[int | str] | None = None,
+        domain: str = "",
+        num_outputs: int = 1,
+        **attributes: Any,
+    ) -> Any:
+        name = f"{op_type}_{len(self._nodes)}"
+        node = ir.node(op_type, inputs, attributes, domain=domain, num_outputs=num_outputs, name=name)
+        for index, value in enumerate(node.outputs):
+            value.name, value.dtype = f"{name}_{index}", ir.DataType.FLOAT
+            value.shape = None if shape is None else ir.Shape(shape)
+        self._nodes.append(node)
+        return node.outputs[0] if num_outputs == 1 else node.outputs
+
+    def linear(self, x: ir.Value, weight: ir.Value, bias: ir.Value | None = None) -> Any:
+        assert x.shape is not None
+        assert weight.shape is not None
+        shape = [*x.shape[:-1], weight.shape[0]]
+        product = self.node("Linear", x, weight, shape=shape, domain="graphport")
+        return product if bias is None else self.node("Add", product, bias, shape=shape)
+
+    def build(self, **outputs: ir.Value) -> ir.Model:
+        for name, value in outputs.items():
+            value.name = name
+        opsets = {"": 23, "graphport": 1, "com.microsoft": 1}
+        graph = ir.Graph(
+            self._inputs, outputs.values(), nodes=self._nodes, initializers=self._weights, opset_imports=opsets
+        )
+        model = ir.Model(graph, ir_version=10)
+        for node in self._nodes:
+            if node.domain == "graphport":
+                attach_function(model, node.op_type)
+        return model
 
 
 def tensor(name: str, *shape: int | str, dtype: DType = "float32") -> TensorSpec:
