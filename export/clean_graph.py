@@ -29,7 +29,8 @@ def clean_graph(model: ir.Model, plan: CompilePlan | None = None) -> PassReport:
     before = len(model.graph)
     outputs = [value.name for value in model.graph.outputs]
     _keep_weight_names(model.graph)
-    fold_constants(model, input_size_limit=_FOLD_INPUT_LIMIT, output_size_limit=_FOLD_INPUT_LIMIT)
+    limits = {"input_size_limit": _FOLD_INPUT_LIMIT, "output_size_limit": _FOLD_INPUT_LIMIT}
+    fold_constants(model, **limits, should_fold=_should_fold)
     PassManager(_TIDY, steps=2)(model)
     _keep_outputs(model.graph, outputs)
     model.graph.sort()
@@ -43,6 +44,12 @@ def finish_graph(model: ir.Model, plan: CompilePlan) -> PassReport:
     common.DeduplicateInitializersPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
     return report
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Whether to fold: not a shared table (a tied head's blocks), which would be stored twice; else as usual."""
+    is_shared = any(v is not None and v.is_initializer() and len(v.uses()) > 1 for v in node.inputs)
+    return False if is_shared and node.op_type in ("Reshape", "Transpose") else None
 
 
 def _keep_weight_names(graph: ir.Graph) -> None:
