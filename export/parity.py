@@ -18,7 +18,7 @@ TOLERANCES: dict[tuple[str, str], float] = {
     ("compiled", "max_abs"): 5e-4,
     ("compiled", "kl"): 1e-9,
     ("int8", "kl"): 0.05,
-    ("int4", "kl"): 1.0,
+    ("int4", "kl"): 0.5,
 }
 
 

@@ -5,24 +5,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 import pytest
-
-from graphport.export.clean_graph import clean_graph, finish_graph
-from graphport.export.convert_floats import convert_floats
-from graphport.export.fusion_report import fusion_account
-from graphport.export.graph_pass import Miss, PassReport
-from graphport.export.pack_projections import pack_gate_up, pack_qkv
-from graphport.export.parity import TOLERANCES
-from graphport.export.pipeline import (
-    PASSES,
-    FusionError,
-    check_fusions,
-    compile_graph,
-    count_fusions,
-    expected_fusions,
-    require_fusions,
-)
-from graphport.export.targets import CUDA, TargetError
-from tests.tiny_graphs import (
+from tiny_graphs import (
     CONFIGS,
     change_attention,
     compiled,
@@ -40,6 +23,23 @@ from tests.tiny_graphs import (
     run_session,
     tiny_model,
 )
+
+from graphport.export.clean_graph import clean_graph, finish_graph
+from graphport.export.convert_floats import convert_floats
+from graphport.export.fusion_report import fusion_account
+from graphport.export.graph_pass import Miss, PassReport
+from graphport.export.pack_projections import pack_gate_up, pack_qkv
+from graphport.export.parity import TOLERANCES
+from graphport.export.pipeline import (
+    PASSES,
+    FusionError,
+    check_fusions,
+    compile_graph,
+    count_fusions,
+    expected_fusions,
+    require_fusions,
+)
+from graphport.export.targets import CUDA, TargetError
 
 MOVE_DATA_ONLY = (clean_graph, pack_qkv, pack_gate_up, convert_floats, finish_graph)
 STEPS = (((0,), 7), ((0, 0, 0), 5), ((9, 3, 1), 1), ((9,), 3))  # what GroupQueryAttention takes

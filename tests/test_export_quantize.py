@@ -1,4 +1,4 @@
-"""Block quantisation: error within half a step, kernels that compute what `dequantize` says, one copy of every table."""
+"""Block quantisation: error within half a step, kernels that compute what `dequantize` says, tables stored once."""
 
 import dataclasses
 from pathlib import Path
@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
-
-from graphport.export.pipeline import compile_graph
-from graphport.export.quantize import BlockQuantized, quantize_blocks
-from graphport.export.targets import WEIGHT_BLOCK
-from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE
-from graphport.model_def.transformer import Transformer
-from tests.tiny_graphs import (
+from tiny_graphs import (
     TinyGraph,
     decoder_feed,
     eager_step,
@@ -30,6 +24,12 @@ from tests.tiny_graphs import (
     run_session,
     save_and_open,
 )
+
+from graphport.export.pipeline import compile_graph
+from graphport.export.quantize import BlockQuantized, quantize_blocks
+from graphport.export.targets import WEIGHT_BLOCK
+from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE
+from graphport.model_def.transformer import Transformer
 
 ROUNDING = 1e-5  # float32 sums of a row, as a share of sum |x| |w|
 SHAPES = ((7, 48), (13, 65), (5, 32), (1, 31), (64, 512))  # odd N, K that is no multiple of 32

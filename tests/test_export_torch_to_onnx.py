@@ -7,13 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
-from torch import Tensor, nn
-
-from graphport.export.clean_graph import clean_graph
-from graphport.export.parity import TOLERANCES
-from graphport.export.torch_to_onnx import IR_VERSION, OPSET, ExportError, torch_to_onnx
-from graphport.model_def.config import NormConfig
-from tests.tiny_graphs import (
+from tiny_graphs import (
     CONFIGS,
     count_ops,
     decoder_feed,
@@ -29,6 +23,12 @@ from tests.tiny_graphs import (
     tensor,
     tiny_model,
 )
+from torch import Tensor, nn
+
+from graphport.export.clean_graph import clean_graph
+from graphport.export.parity import TOLERANCES
+from graphport.export.torch_to_onnx import IR_VERSION, OPSET, ExportError, torch_to_onnx
+from graphport.model_def.config import NormConfig
 
 TOLERANCE = TOLERANCES["exported", "max_abs"]
 SHAPES = ((1, 1), (1, 7), (3, 2), (5, 33))
