@@ -66,9 +66,7 @@ def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
             ours: list[tuple[float, float]] = []
             theirs: list[tuple[float, float]] = []
             for repeat in range(REPEATS):
-                row = measure_speed(
-                    lm, prompt_length=length, batch=1, new_tokens=NEW_TOKENS, repeats=1, seed=repeat
-                )
+                row = measure_speed(lm, prompt_length=length, batch=1, new_tokens=NEW_TOKENS, repeats=1, seed=repeat)
                 ours.append((row.prefill_tokens_per_s, row.decode_tokens_per_s))
                 theirs.append(_eager_once(model, length, NEW_TOKENS, seed=repeat))
             prefill, decode = (statistics.median(pair[i] for pair in ours) for i in (0, 1))

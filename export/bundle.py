@@ -7,6 +7,7 @@ In: a compiled graph and what belongs to it. Out: a folder that appears whole or
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -39,7 +40,13 @@ class Bundle:
 
 
 def check_destination(out: Path, *, force: bool) -> None:
-    """Raise BundleError when `out` is taken: an earlier bundle needs `force`, anything else is never replaced."""
+    """Raise BundleError when `out` is taken: an earlier bundle needs `force`, anything else is never replaced.
+
+    Also when the folder that `out` is to be made in is none or cannot be written.
+    """
+    place = next(folder for folder in out.absolute().parents if folder.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise BundleError(f"{out} cannot be made: {place} is {'not writable' if place.is_dir() else 'no folder'}")
     if not out.exists() and not out.is_symlink():
         return
     if out.is_dir() and not any(out.iterdir()):
@@ -54,24 +61,37 @@ def check_destination(out: Path, *, force: bool) -> None:
 def bundle_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """A folder beside `out` to write into; it becomes `out` on success and vanishes on failure.
 
-    Raises BundleError when `out` is taken.
+    Raises BundleError when `out` is taken or its parent cannot be written.
     """
     check_destination(out, force=force)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    out = out.resolve()  # a link to a bundle stays a link: the bundle behind it is replaced
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise BundleError(f"{out} cannot be written: {error.strerror} ({out.parent}); choose another OUT") from error
     part.chmod(0o755)
     try:
         yield part
         check_destination(out, force=force)
-        if out.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-            out.replace(old)
-            part.replace(out)
-            shutil.rmtree(old)
-        else:
-            part.replace(out)
+        _put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _put_in_place(part: Path, out: Path) -> None:
+    """Rename `part` to `out`; what was at `out` is removed after that, and put back if that fails."""
+    if not out.exists():
+        part.replace(out)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
+    out.replace(old)
+    try:
+        part.replace(out)
+    except OSError:
+        old.replace(out)
+        raise
+    shutil.rmtree(old)
 
 
 def write_graph(model: ir.Model, folder: Path) -> None:

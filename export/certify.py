@@ -3,6 +3,7 @@
 In: the eager module and the graphs. Out: checks. Neighbours are compared, so that a failure names its stage.
 """
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,6 @@ def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
 def certify_stages(
     exported: ir.Model,
     plan: CompilePlan,
-    model: Transformer,
     ids: Sequence[int],
     reference: NDArray[np.float32],
     *,
@@ -59,31 +59,40 @@ def certify_stages(
     observe: Callable[[str], None],
 ) -> tuple[Check, ...]:
     """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`."""
-    checks = []
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the exported graph")
-        graph = Path(name) / "exported"
-        graph.mkdir()
-        write_graph(exported, graph)
-        head = ids[:NUM_EXPORTED_IDS]
-        steps = [1] * min(4, len(head) - 1)
-        runner = GraphRunner(graph / GRAPH_FILE, model.config)
-        found = runner.logits(head, chunks=(len(head) - len(steps), *steps))
-        checks.append(check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)))
+        checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
-        fused = exported.clone()
-        twin = CompilePlan(config=plan.config, target=CPU, precision=CPU.precision("fp32"), max_length=plan.max_length)
-        compile_graph(fused, twin)
-        write_graph(fused, Path(name))
-        runner = GraphRunner(Path(name) / GRAPH_FILE, model.config)
-        whole = compare(reference, runner.logits(ids))
-        checks.append(check("compiled", "max_abs", f"{len(ids)} tokens at once", whole))
-        checks.append(check("compiled", "kl", f"{len(ids)} tokens at once", whole))
-        chunks = pieces(len(ids))
-        what = f"{len(ids)} tokens in {len(chunks)} chunks and steps"
-        checks.append(check("compiled", "max_abs", what, compare(reference, runner.logits(ids, chunks=chunks))))
-    return tuple(checks)
+        return checks + _check_fused(exported, plan, ids, reference, folder=Path(name))
+
+
+def _check_exported(
+    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+) -> tuple[Check, ...]:
+    write_graph(exported, folder)
+    head = ids[:NUM_EXPORTED_IDS]
+    steps = [1] * min(4, len(head) - 1)
+    found = GraphRunner(folder / GRAPH_FILE, plan.config).logits(head, chunks=(len(head) - len(steps), *steps))
+    return (check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)),)
+
+
+def _check_fused(
+    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+) -> tuple[Check, ...]:
+    fused = exported.clone()
+    compile_graph(fused, dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32")))
+    write_graph(fused, folder)
+    runner = GraphRunner(folder / GRAPH_FILE, plan.config)
+    whole = compare(reference, runner.logits(ids))
+    sizes = pieces(len(ids))
+    chunked = compare(reference, runner.logits(ids, chunks=sizes))
+    what = f"{len(ids)} tokens in {len(sizes)} chunks and steps"
+    return (
+        check("compiled", "max_abs", f"{len(ids)} tokens at once", whole),
+        check("compiled", "kl", f"{len(ids)} tokens at once", whole),
+        check("compiled", "max_abs", what, chunked),
+    )
 
 
 def certify_bundle(

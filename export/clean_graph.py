@@ -4,11 +4,13 @@ In: a graph as torch.onnx wrote it. Out: the same computation without constants 
 nodes. Moves data only: results stay bit-equal.
 """
 
+import math
+
 import onnx_ir as ir
 from onnx_ir.passes import PassManager, common
 from onnxscript.optimizer import fold_constants
 
-from graphport.export.graph_pass import CompilePlan, PassReport
+from graphport.export.graph_pass import CompilePlan, PassReport, only_node, static_dims
 
 _TIDY = (
     common.IdentityEliminationPass(),
@@ -25,8 +27,12 @@ _FOLD_INPUT_LIMIT = 1 << 20  # elements: norm weights and rotary tables fold, ma
 def clean_graph(model: ir.Model, plan: CompilePlan | None = None) -> PassReport:  # noqa: ARG001 - the shape of a pass
     """Fold constants, drop identities, repeated and dead nodes."""
     before = len(model.graph)
-    fold_constants(model, input_size_limit=_FOLD_INPUT_LIMIT, output_size_limit=_FOLD_INPUT_LIMIT)
+    outputs = [value.name for value in model.graph.outputs]
+    _keep_weight_names(model.graph)
+    limits = {"input_size_limit": _FOLD_INPUT_LIMIT, "output_size_limit": _FOLD_INPUT_LIMIT}
+    fold_constants(model, **limits, should_fold=_should_fold)
     PassManager(_TIDY, steps=2)(model)
+    _keep_outputs(model.graph, outputs)
     model.graph.sort()
     removed = before - len(model.graph)
     return PassReport(rule="clean", fused=(f"{removed} nodes removed",) if removed else ())
@@ -38,3 +44,38 @@ def finish_graph(model: ir.Model, plan: CompilePlan) -> PassReport:
     common.DeduplicateInitializersPass()(model)
     common.ClearMetadataAndDocStringPass()(model)
     return report
+
+
+def _should_fold(node: ir.Node) -> bool | None:
+    """Whether to fold: not a shared table (a tied head's blocks), which would be stored twice; else as usual."""
+    is_shared = any(v is not None and v.is_initializer() and len(v.uses()) > 1 for v in node.inputs)
+    return False if is_shared and node.op_type in ("Reshape", "Transpose") else None
+
+
+def _keep_weight_names(graph: ir.Graph) -> None:
+    """A weight that is folded with numbers (1 + weight) leaves its name to the result: reports tell sites by it."""
+    for node in graph:
+        weights = [v for v in node.inputs if v is not None and v.is_initializer()]
+        others = [v for v in node.inputs if v is not None and not v.is_initializer()]
+        result = node.outputs[0]
+        if len(weights) != 1 or not others or any(only_node(v, "Constant") is None for v in others):
+            continue
+        name = weights[0].name
+        is_small = math.prod(static_dims(weights[0])) <= _FOLD_INPUT_LIMIT
+        if name is not None and is_small and len(weights[0].uses()) == 1 and not result.is_graph_output():
+            weights[0].name = f"{name}.unfolded"
+            result.name = name
+
+
+def _keep_outputs(graph: ir.Graph, names: list[str | None]) -> None:
+    """Give outputs that became one value a name each again: dropping copies merges them."""
+    taken: set[ir.Value] = set()
+    for index, name in enumerate(names):
+        value = graph.outputs[index]
+        if value in taken:
+            copy = ir.node("Identity", [value])
+            copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+            graph.append(copy)
+            graph.outputs[index] = value = copy.outputs[0]
+        taken.add(value)
+        value.name = name

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
+from graphport.export.targets import TargetError
 from graphport.model_def.signature import LOGITS
 
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -23,24 +24,25 @@ def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
     for value in list(model.graph.initializers.values()):
         if value.dtype == ir.DataType.FLOAT and value.const_value is not None:
             value.const_value = _converted(value.const_value, dtype, _NUMPY[activations])
-            value.dtype = dtype
+            value.type = ir.TensorType(dtype)  # not value.dtype: values, and clones of a graph, share their type
     for value in [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
-            value.dtype = dtype
+            value.type = ir.TensorType(dtype)
     _cast_logits(model, dtype)
     return PassReport(rule="half_precision", fused=(f"float32 to {activations}",))
 
 
 def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dtype[np.generic]) -> ir.LazyTensor:
+    """`tensor` narrowed when it is written; its range is checked now, so that the error is not the writer's."""
+    wide = tensor.numpy()
+    peak = np.array(max(wide.max(initial=0), -wide.min(initial=0)))
+    with np.errstate(over="ignore"):
+        overflows = np.isinf(peak.astype(numpy_dtype).astype(np.float32))
+    if overflows:
+        raise TargetError(f"{tensor.name} reaches {peak:.4g}, beyond {dtype.name}; export it with --precision bf16")
+
     def convert() -> ir.TensorProtocol:
-        wide = tensor.numpy()
-        narrow = wide.astype(numpy_dtype)
-        overflow = np.isinf(narrow.astype(np.float32)) & np.isfinite(wide)
-        if overflow.any():
-            raise ValueError(
-                f"{tensor.name} reaches {np.abs(wide).max():.4g}, beyond {dtype.name}; export it with --precision bf16"
-            )
-        return ir.Tensor(narrow, dtype=dtype, name=tensor.name)
+        return ir.Tensor(tensor.numpy().astype(numpy_dtype), dtype=dtype, name=tensor.name)
 
     return ir.LazyTensor(convert, dtype, ir.Shape(static_dims(tensor)), name=tensor.name)
 

@@ -43,6 +43,7 @@ def fuse_residual_norm(model: ir.Model, plan: CompilePlan) -> PassReport:  # noq
             continue
         _fuse(node)
         fused.append(site)
+    model.graph.sort()  # a reader of the sum may have stood before the norm that now makes it
     return PassReport(rule=RULE, fused=tuple(fused), missed=tuple(missed))
 
 
@@ -52,8 +53,15 @@ def _find_obstacle(norm: ir.Node) -> tuple[str, str] | None:
         producer = None if norm.inputs[0] is None else norm.inputs[0].producer()
         return "the norm's input is an Add", producer.op_type if producer else "a graph input"
     shapes = [None if value is None else value.shape for value in add.inputs]
-    if shapes[0] is None or shapes[0] != shapes[1]:
+    if (
+        shapes[0] is None
+        or shapes[0] != shapes[1]
+        or any(isinstance(d, ir.SymbolicDim) and d.value is None for d in shapes[0])
+    ):
         return "both addends have one shape", f"{shapes[0]} and {shapes[1]}"
+    dtypes = {None if value is None else value.dtype for value in (*add.inputs, *norm.inputs[1:])}
+    if len(dtypes) != 1:
+        return "addends and weights have one type", " and ".join(sorted(map(str, dtypes)))
     axis = norm.attributes.get_int("axis", -1)
     if axis not in (-1, len(shapes[0]) - 1):
         return "the norm is over the last axis", f"axis {axis}"

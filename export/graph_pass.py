@@ -95,6 +95,7 @@ def new_node(
     node = ir.node(op_type, inputs, attributes or {}, domain=domain, num_outputs=num_outputs, name=name)
     graph = before.graph
     assert graph is not None
+    graph.opset_imports.setdefault(domain, 1)
     graph.insert_before(before, node)
     return node
 

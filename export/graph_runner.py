@@ -46,7 +46,7 @@ class GraphRunner:
             piece, past = self._step(ids[start : start + size], start, past)
             pieces.append(piece)
             start += size
-        return np.concatenate(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _step(
         self, ids: Sequence[int], start: int, past: list[NDArray[np.float32]]

@@ -42,14 +42,20 @@ def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
     fused, missed = [], []
     for layer, node in enumerate([n for n in model.graph if n.domain == DOMAIN and n.op_type in ATTENTION_OPS]):
         site = attention_site(node)
+        if layer >= plan.config.num_layers:
+            found = f"attention {layer + 1} of {plan.config.num_layers}"
+            missed.append(Miss(site=site, check="the config has a layer for it", found=found))
+            continue
         config = plan.config.blocks[layer].attention
         limit = plan.target.attention_limit(config)
         if limit is not None:
             missed.append(Miss(site=site, check="GroupQueryAttention takes the head size", found=limit))
             continue
-        if node.attributes["num_heads"].as_int() != config.num_heads:
-            found = f"{node.attributes['num_heads'].as_int()} in the graph, {config.num_heads} in the config"
-            missed.append(Miss(site=site, check="head counts of graph and config agree", found=found))
+        in_graph = (node.attributes["num_heads"].as_int(), node.attributes["kv_num_heads"].as_int(), _head_dim(node))
+        in_config = (config.num_heads, config.num_kv_heads, config.head_dim)
+        if in_graph != in_config:
+            found = f"{_heads(*in_graph)} in the graph, {_heads(*in_config)} in the config"
+            missed.append(Miss(site=site, check="head counts and size of graph and config agree", found=found))
             continue
         rotation = _rotation(node)
         inside = rotation is None or plan.target.rotary_limit(config.head_dim, rotation.width) is None
@@ -61,6 +67,16 @@ def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
         _lower(node, rotation)
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
+
+
+def _head_dim(node: ir.Node) -> int:
+    past = node.inputs[3]
+    size = None if past is None or past.shape is None else past.shape[3]
+    return size if isinstance(size, int) else -1
+
+
+def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
+    return f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}"
 
 
 def _rotation(node: ir.Node) -> _Rotation | None:

@@ -84,7 +84,7 @@ def export(
         if verify:
             progress("running eager PyTorch")
             reference = eager_logits(opened.model, ids)
-            checks = certify_stages(exported, plan, opened.model, ids, reference, folder=folder, observe=progress)
+            checks = certify_stages(exported, plan, ids, reference, folder=folder, observe=progress)
             require_passed(checks)
         progress("compiling the graph")
         reports = compile_graph(exported, plan)

@@ -87,9 +87,10 @@ def pack_gate_up(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG
     for node in list(model.graph):
         if (node.domain, node.op_type) != ("", "Mul"):
             continue
-        up = _as_projection(node.inputs[1])
-        gate = _find_gate(node.inputs[0])
-        if up is None or gate is None:
+        gate, up = _find_gate(node.inputs[0]), _as_projection(node.inputs[1])
+        if gate is None or up is None:  # the product commutes
+            gate, up = _find_gate(node.inputs[1]), _as_projection(node.inputs[0])
+        if gate is None or up is None:
             continue
         site = site_of(gate.output).removesuffix(".gate")
         obstacle = _find_obstacle([gate, up])
@@ -156,8 +157,11 @@ def _find_obstacle(projections: Sequence[Projection | None]) -> tuple[str, str] 
     for p in known:
         if not p.weight.is_initializer() or len(p.weight.uses()) != 1:
             return "every weight is a constant used once", f"{p.weight.name} has {len(p.weight.uses())} uses"
-        if len(p.linear.outputs[0].uses()) != 1 and p.bias_add is not None:
+        product = p.linear.outputs[0]
+        if p.bias_add is not None and (len(product.uses()) != 1 or product.is_graph_output()):
             return "a product is read by its bias alone", f"{p.linear.name} has other readers"
+        if p.bias is not None and static_dims(p.bias) != (p.width,):
+            return "a bias has one value an output", f"{p.bias.name} is {list(static_dims(p.bias))} for {p.width}"
     return None
 
 

@@ -16,6 +16,7 @@ from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.pack_projections import pack_gate_up, pack_qkv
+from graphport.model_def.config import TransformerConfig
 
 PASSES: tuple[GraphPass, ...] = (
     clean_graph,
@@ -52,16 +53,25 @@ def compile_graph(
 
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:
     """How often each rule must fire for this config on this target, counted from the config alone."""
-    config, blocks = plan.config, plan.config.blocks
-    num_adds = 2 * len(blocks)
-    ends_in_norm = blocks[-1].norm_order == "post" or config.final_norm is not None
+    blocks = plan.config.blocks
     return {
-        "residual_norm": num_adds if ends_in_norm else num_adds - 1,
+        "residual_norm": _count_normed_sums(plan.config),
         "packed_qkv": len(blocks),
         "packed_gate_up": sum(block.feed_forward.gated for block in blocks),
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
         "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
     }
+
+
+def _count_normed_sums(config: TransformerConfig) -> int:
+    """Sums that a norm reads: one inside every block, one at its end, one of embedding and position."""
+    count = 0
+    is_sum = config.position is not None  # whether the residual stream is a sum where the next block begins
+    for block in config.blocks:
+        is_post = block.norm_order == "post"
+        count += (is_sum and not is_post) + (2 if is_post else 1)
+        is_sum = not is_post
+    return count + (is_sum and config.final_norm is not None)
 
 
 def check_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int]) -> None:

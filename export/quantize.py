@@ -53,8 +53,8 @@ def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
     half = 2 ** (bits - 1)
     peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)[..., 0]
     scales = peak / np.float32(-half) if bits == 4 else np.abs(peak) / np.float32(half - 1)
-    inverse = np.divide(1.0, scales, out=np.zeros_like(scales), where=scales != 0)
-    quantized = np.clip(np.rint(blocks * inverse[..., None]), -half, half - 1) + half
+    divisors = np.where(scales == 0, np.float32(1), scales)[..., None]  # not a reciprocal: 1/scale may overflow
+    quantized = np.clip(np.rint(blocks / divisors), -half, half - 1) + half
     packed = quantized.astype(np.uint8)
     if bits == 4:
         packed = packed[..., 0::2] | (packed[..., 1::2] << 4)

@@ -1,7 +1,7 @@
 """What the user names as SOURCE, as a module with everything that belongs to it.
 
-In: a Hugging Face folder or hub id, a .gguf file, or `path/to/file.py:function`. or a Transformer. Out: `SourceModel`. Formats are read
-by `model_def/checkpoint.py`.
+In: a Hugging Face folder or hub id, a .gguf file, `path/to/file.py:function`, or a Transformer. Out: `SourceModel`.
+Formats are read by `model_def/checkpoint.py`.
 """
 
 import hashlib
@@ -57,10 +57,7 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
 def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
     if not path.is_file():
         raise CheckpointError(f"no file at {path}; SOURCE path/to/file.py:function names a Python file")
-    make = runpy.run_path(str(path)).get(function)
-    if not callable(make):
-        raise CheckpointError(f"{path} defines no function {function!r}")
-    made = make()
+    made = _call(path, function)
     notes: tuple[str, ...] = ()
     if isinstance(made, TransformerConfig):
         with torch.random.fork_rng(devices=[]):
@@ -94,3 +91,13 @@ def _hash(model: Transformer) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _call(path: Path, function: str) -> object:
+    try:
+        make = runpy.run_path(str(path)).get(function)
+        if callable(make):
+            return make()
+    except Exception as error:  # the user's own code may raise anything; --debug shows the traceback
+        raise CheckpointError(f"{path}:{function} failed: {type(error).__name__}: {error}") from error
+    raise CheckpointError(f"{path} defines no function {function!r}")

@@ -111,11 +111,12 @@ def _name_values(model: ir.Model, signature: Signature) -> None:
             f"the module has {len(graph.inputs)} inputs and {len(graph.outputs)} outputs, the signature names "
             f"{len(signature.inputs)} and {len(signature.outputs)}"
         )
+    reserved = {spec.name for spec in (*signature.inputs, *signature.outputs)}
+    for value in [*graph.initializers.values(), *(out for node in graph for out in node.outputs)]:
+        name = (value.name or "").removeprefix("module.").removeprefix("model.")
+        value.name = f"{name}.inner" if name in reserved else name
     for value, spec in zip(graph.inputs, signature.inputs, strict=True):
         value.name = spec.name
-    for value in list(graph.initializers.values()):
-        assert value.name is not None
-        value.name = value.name.removeprefix("module.").removeprefix("model.")
     taken: set[ir.Value] = set()
     for index, spec in enumerate(signature.outputs):
         value = graph.outputs[index]
@@ -140,10 +141,31 @@ def _check_axes(model: ir.Model, signature: Signature) -> None:
                 renamed[str(found)] = wanted
     if frozen:
         raise ExportError(f"declared dynamic but frozen by the export: {'; '.join(frozen)}")
+    _check_outputs(model, signature, renamed)
     for value in _values(model.graph):
         if value.shape is not None:
             dims = [renamed.get(str(dim), dim) if not isinstance(dim, int) else dim for dim in value.shape]
             value.shape = ir.Shape(dims)
+
+
+def _check_outputs(model: ir.Model, signature: Signature, renamed: dict[str, str]) -> None:
+    """Compare dtypes and axes of the outputs with the declared ones; axes that the trace left open are named."""
+    wrong = []
+    for value, spec in zip(model.graph.outputs, signature.outputs, strict=True):
+        shape = tuple(d if isinstance(d, int) else renamed.get(str(d), d) for d in value.shape or ())
+        dtype = "none" if value.dtype is None else str(value.dtype.numpy().name)
+        known = set(renamed.values())
+        differs = len(shape) != len(spec.shape) or any(
+            found != wanted and (isinstance(found, int) or found in known)
+            for found, wanted in zip(shape, spec.shape, strict=False)
+        )
+        if dtype != spec.dtype or differs:
+            axes = ", ".join(map(str, shape))
+            wrong.append(f"{spec.name} is {dtype} [{axes}], declared {spec.dtype} {list(spec.shape)}")
+        else:
+            value.shape = ir.Shape(spec.shape)
+    if wrong:
+        raise ExportError(f"outputs differ from their declaration: {'; '.join(wrong)}; correct the signature or module")
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

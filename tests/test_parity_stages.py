@@ -1,4 +1,4 @@
-"""Every kind of tiny model through every stage: eager, exported, compiled, quantised, and the runtime's ways to run it."""
+"""Every kind of tiny model through every stage: eager, exported, compiled, quantised, and the runtime."""
 
 import copy
 import dataclasses
@@ -167,10 +167,10 @@ def _rounded(model: Transformer, bits: int) -> Transformer:
     state: dict[str, Any] = {}
     for name, tensor in model.state_dict().items():
         is_table = name in ("embedding.weight", "head.weight")
+        state[name] = tensor
         if tensor.ndim == 2:
             blocks = quantize_blocks(tensor.numpy(), 8 if is_table else bits)
-            tensor = torch.from_numpy(blocks.dequantize())
-        state[name] = tensor
+            state[name] = torch.from_numpy(blocks.dequantize())
     rounded.load_state_dict(state)
     return rounded
 
