@@ -33,9 +33,13 @@ CHUNKS = (1, 7, 64)
 
 def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_length: int, seed: int) -> list[int]:
     """Ids to compare on: English text where there is a tokenizer, else seeded random ids."""
-    length = min(NUM_IDS, max_length)
+    return text_ids(PARITY_TEXT, config, tokenizer_json, length=min(NUM_IDS, max_length), seed=seed)
+
+
+def text_ids(text: str, config: TransformerConfig, tokenizer_json: str | None, *, length: int, seed: int) -> list[int]:
+    """The first `length` ids of `text`; random ones when there is no tokenizer or it does not fit the model."""
     if tokenizer_json is not None:
-        ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(PARITY_TEXT).ids
+        ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(text).ids
         if len(ids) >= length and max(ids) < config.vocab_size:
             return ids[:length]
     random = np.random.default_rng(seed)

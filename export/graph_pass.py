@@ -6,10 +6,12 @@ outputs.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from graphport.export.targets import Precision, Target
 from graphport.model_def.config import TransformerConfig
@@ -19,12 +21,16 @@ CONTRIB = "com.microsoft"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilePlan:
-    """What is compiled and for what."""
+    """What is compiled and for what.
+
+    `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
+    """
 
     config: TransformerConfig
     target: Target
     precision: Precision
     max_length: int
+    activation_ranges: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

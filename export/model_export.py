@@ -15,13 +15,14 @@ import torch
 
 import graphport
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
-from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids
+from graphport.export.calibrate import CALIBRATION_TEXT, NUM_CALIBRATION_IDS, Ranges, activation_ranges
+from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
-from graphport.export.targets import CPU, TargetError, find_target
+from graphport.export.targets import CPU, Precision, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
@@ -30,6 +31,7 @@ from graphport.model_def.signature import (
     CHAT_TEMPLATE_FILE,
     FUSIONS_FILE,
     MANIFEST_FILE,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     DType,
     Manifest,
@@ -74,7 +76,13 @@ def export(
     config = opened.model.config
     max_length, notes = _context(config, context)
     check_can_decode(config, max_length)
-    plan = CompilePlan(config=config, target=found_target, precision=found_precision, max_length=max_length)
+    plan = CompilePlan(
+        config=config,
+        target=found_target,
+        precision=found_precision,
+        max_length=max_length,
+        activation_ranges=_calibrate(opened, found_precision, max_length=max_length, seed=seed),
+    )
 
     progress("exporting to ONNX")
     exported = torch_to_onnx(CachedDecoder(opened.model, max_length=max_length), decoder_signature(config))
@@ -106,6 +114,15 @@ def export(
         certificate=checks,
         notes=(*opened.notes, *notes),
     )
+
+
+def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:
+    """Activation ranges for the smoothing that precedes weight quantisation; none for float weights."""
+    if precision.weight_bits is None:
+        return {}
+    length = min(NUM_CALIBRATION_IDS, max_length)
+    ids = text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
+    return activation_ranges(opened.model, ids)
 
 
 def _cache_dtype(kv_cache: str, activations: DType) -> DType:
@@ -146,6 +163,8 @@ def _write_files(
     for name, text in ((TOKENIZER_FILE, opened.tokenizer_json), (CHAT_TEMPLATE_FILE, opened.chat_template)):
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
+    if opened.special_tokens:
+        write_json(folder / TOKENIZER_CONFIG_FILE, dict(opened.special_tokens))
     write_json(folder / FUSIONS_FILE, account)
     if verified:
         write_json(folder / CERTIFICATE_FILE, _certificate(opened, plan, checks))

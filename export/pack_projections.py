@@ -87,9 +87,9 @@ def pack_gate_up(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG
     for node in list(model.graph):
         if (node.domain, node.op_type) != ("", "Mul"):
             continue
-        gate, up = _find_gate(node.inputs[0]), _as_projection(node.inputs[1])
+        gate, up = _find_gate(node.inputs[0]), as_projection(node.inputs[1])
         if gate is None or up is None:  # the product commutes
-            gate, up = _find_gate(node.inputs[1]), _as_projection(node.inputs[0])
+            gate, up = _find_gate(node.inputs[1]), as_projection(node.inputs[0])
         if gate is None or up is None:
             continue
         site = site_of(gate.output).removesuffix(".gate")
@@ -109,7 +109,8 @@ def attention_site(attention: ir.Node) -> str:
     return f"layer {name.split('.')[1]} attention" if name.count(".") >= 2 else f"attention {attention.name}"
 
 
-def _as_projection(value: ir.Value | None) -> Projection | None:
+def as_projection(value: ir.Value | None) -> Projection | None:
+    """The linear layer, bias included, that computes `value`; None when something else does."""
     linear = only_node(value, "Linear", DOMAIN)
     if linear is not None:
         return Projection(linear=linear, bias_add=None)
@@ -122,13 +123,13 @@ def _as_projection(value: ir.Value | None) -> Projection | None:
 
 def _find_projection(value: ir.Value | None) -> Projection | None:
     """The projection behind a value, looking through the reshapes and the norm of a q/k norm."""
-    found = _as_projection(value)
+    found = as_projection(value)
     while found is None and value is not None:
         node = value.producer()
         if node is None or node.op_type not in ("Reshape", "RMSNorm", "LayerNormalization"):
             return None
         value = node.inputs[0]
-        found = _as_projection(value)
+        found = as_projection(value)
     return found
 
 
@@ -138,9 +139,9 @@ def _find_gate(value: ir.Value | None) -> Projection | None:
     if node is None:
         return None
     if node.op_type in ("Relu", "Gelu"):
-        return _as_projection(node.inputs[0])
+        return as_projection(node.inputs[0])
     if node.op_type == "Mul" and (sigmoid := only_node(node.inputs[1], "Sigmoid")) is not None:
-        return _as_projection(node.inputs[0]) if sigmoid.inputs[0] is node.inputs[0] else None
+        return as_projection(node.inputs[0]) if sigmoid.inputs[0] is node.inputs[0] else None
     return None
 
 

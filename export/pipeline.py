@@ -16,10 +16,12 @@ from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.pack_projections import pack_gate_up, pack_qkv
+from graphport.export.smooth_activations import smooth_activations
 from graphport.model_def.config import TransformerConfig
 
 PASSES: tuple[GraphPass, ...] = (
     clean_graph,
+    smooth_activations,
     fuse_residual_norm,
     pack_qkv,
     pack_gate_up,

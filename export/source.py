@@ -25,6 +25,7 @@ class SourceModel:
     generation: GenerationDefaults
     tokenizer_json: str | None
     chat_template: str | None
+    special_tokens: dict[str, str]
     source: dict[str, str]
     notes: tuple[str, ...]
 
@@ -49,6 +50,7 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
         generation=checkpoint.generation,
         tokenizer_json=checkpoint.tokenizer_json,
         chat_template=checkpoint.chat_template,
+        special_tokens=checkpoint.special_tokens,
         source=checkpoint.source,
         notes=checkpoint.notes,
     )
@@ -79,6 +81,7 @@ def _without_text(model: Transformer, source: dict[str, str], notes: tuple[str, 
         generation=GenerationDefaults(),
         tokenizer_json=None,
         chat_template=None,
+        special_tokens={},
         source=source,
         notes=notes,
     )

@@ -27,7 +27,8 @@ class Checkpoint:
     """A model read from disk.
 
     `weights` are float32 tensors by the names of `parameter_shapes(config)`, linear weights [out, in].
-    `tokenizer_json` is the text of a `tokenizers` file, `chat_template` a Jinja text. `source` has the keys format,
+    `tokenizer_json` is the text of a `tokenizers` file, `chat_template` a Jinja text, `special_tokens` the
+    texts that templates know as bos_token, eos_token, ... `source` has the keys format,
     name and sha256. `notes` are sentences about what was ignored, assumed or converted.
     """
 
@@ -36,6 +37,7 @@ class Checkpoint:
     generation: GenerationDefaults
     tokenizer_json: str | None
     chat_template: str | None
+    special_tokens: dict[str, str]
     source: dict[str, str]
     notes: tuple[str, ...] = ()
 

@@ -21,7 +21,7 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import AttentionConfig, TransformerConfig
 from graphport.model_def.gguf_config import IGNORED_TENSORS, ROPE_TENSORS, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
-from graphport.model_def.gguf_tokenizer import chat_template, tokenizer_json
+from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GenerationDefaults
 from graphport.model_def.transformer import parameter_shapes
@@ -79,6 +79,7 @@ def load_gguf(path: Path) -> Checkpoint:
         generation=generation,
         tokenizer_json=tokenizer,
         chat_template=chat_template(file.metadata),
+        special_tokens=special_tokens(file.metadata),
         source={"format": "gguf", "name": path.name, "sha256": sha256},
         notes=tuple(notes),
     )

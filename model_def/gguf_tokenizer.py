@@ -16,6 +16,8 @@ Metadata = Mapping[str, Any]  # scalars, texts and lists, as the file types them
 
 _Item = TypeVar("_Item", str, int, float)
 
+_SPECIAL_KEYS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -95,6 +97,15 @@ def chat_template(metadata: Metadata) -> str | None:
     """The Jinja text of the default chat template, None when the file has none."""
     template = metadata.get("tokenizer.chat_template", metadata.get("tokenizer.chat_template.default"))
     return None if template is None else str(template)
+
+
+def special_tokens(metadata: Metadata) -> dict[str, str]:
+    """Texts of the special tokens that the metadata names by id."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for key, name in _SPECIAL_KEYS.items()}
+    return {
+        name: str(tokens[number]) for name, number in ids.items() if isinstance(number, int) and number < len(tokens)
+    }
 
 
 def _list(metadata: Metadata, key: str, kind: type[_Item], where: str) -> list[_Item] | None:

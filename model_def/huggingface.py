@@ -13,7 +13,12 @@ import torch
 from graphport.model_def.checkpoint_record import Checkpoint, CheckpointError, account_for_tensors, read_json
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.huggingface_config import read_config
-from graphport.model_def.huggingface_tokenizer import read_chat_template, read_generation, read_tokenizer_json
+from graphport.model_def.huggingface_tokenizer import (
+    read_chat_template,
+    read_generation,
+    read_special_tokens,
+    read_tokenizer_json,
+)
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
 from graphport.model_def.transformer import parameter_shapes
@@ -79,6 +84,7 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
         generation=generation,
         tokenizer_json=tokenizer_json,
         chat_template=read_chat_template(folder),
+        special_tokens=read_special_tokens(folder),
         source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
         notes=(*config_notes, *tie_notes, *files.notes, *dtype_notes, *generation_notes, *tokenizer_notes),
     )

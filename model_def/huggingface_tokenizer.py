@@ -15,6 +15,8 @@ from graphport.model_def.signature import GenerationDefaults
 TOKENIZER_FILE = "tokenizer.json"
 _SLOW_FILES = ("tokenizer.model", "vocab.json")
 
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
 Values = Mapping[str, Any]  # parsed JSON
 
 
@@ -63,6 +65,14 @@ def read_chat_template(folder: Path) -> str | None:
             f"{folder / 'tokenizer_config.json'}: chat_template must be a text or a list of named texts, one of them "
             f"default; got {json.dumps(template)[:200]}"
         ) from error
+
+
+def read_special_tokens(folder: Path) -> dict[str, str]:
+    """Texts of the special tokens that tokenizer_config.json names: bos_token, eos_token, ..."""
+    config = read_json(folder / "tokenizer_config.json")
+    entries = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def read_generation(

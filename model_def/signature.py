@@ -23,6 +23,7 @@ MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # the texts of the special tokens, for chat templates
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 FUSIONS_FILE = "fusions.json"
 CERTIFICATE_FILE = "certificate.json"

@@ -12,13 +12,11 @@ from typing import Any
 
 import tokenizers
 
-from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from graphport.runtime.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, ChatTemplateError
 from graphport.runtime.text_stream import TextStream
 
-__all__ = ["SPECIAL_TOKENS_FILE", "ChatTemplateError", "TextStream", "Tokenizer"]
-
-SPECIAL_TOKENS_FILE = "tokenizer_config.json"  # Hugging Face's; only the names of special tokens are read
+__all__ = ["TOKENIZER_CONFIG_FILE", "ChatTemplateError", "TextStream", "Tokenizer"]
 
 
 class Tokenizer:
@@ -109,7 +107,7 @@ def _read_chat_template(folder: Path) -> ChatTemplate | None:
     path = folder / CHAT_TEMPLATE_FILE
     if not path.is_file():
         return None
-    special_tokens = _read_special_tokens(folder / SPECIAL_TOKENS_FILE)
+    special_tokens = _read_special_tokens(folder / TOKENIZER_CONFIG_FILE)
     try:
         return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
     except (ChatTemplateError, UnicodeDecodeError) as error:
