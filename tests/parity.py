@@ -30,6 +30,10 @@ TOLERANCES: Mapping[tuple[str, str], float] = MappingProxyType(
         # logits of one set of weights taken two ways
         ("equal models", "float32"): 1e-4,  # 3.6e-5; broken 1.1
         ("cached", "float32"): 1e-4,  # 3.7e-5; broken 2.5e-3 (tanh for exact GELU)
+        # neighbouring stages of one model, on ONNX Runtime's CPU provider
+        ("exported", "float32"): 1e-4,  # 4.8e-5
+        ("compiled", "float32"): 1e-4,  # 5.4e-5; broken 6.3 (ids shifted by one)
+        ("quantised, exact activations", "float32"): 1e-4,  # 2.1e-5; unrounded weights 1.4
     }
 )
 

@@ -195,7 +195,7 @@ def test_only_the_rows_asked_for_have_logits_in_the_order_asked() -> None:
             assert_parity(logits, expected[rows], "cached")
 
 
-@pytest.mark.parametrize("name", ["grouped_query", "rotary_partial_25", "learned"])
+@pytest.mark.parametrize("name", ["grouped_query", "rotary_partial_0.25", "learned"])
 def test_a_cached_position_off_by_one_is_rejected(name: str) -> None:
     model, ids = tiny_model(CONFIGS[name]), token_ids(1, LENGTH)
     runner, expected = cached(model), whole(model, ids)

@@ -198,10 +198,10 @@ def _rotary_kinds() -> dict[str, TransformerConfig]:
         for (name, scaling), interleaved in zip(scalings.items(), (False, True) * 3, strict=True)
     }
     kinds["rotary_interleaved"] = dataclasses.replace(ROTARY, interleaved=True)
-    for percent in (25, 50, 75):  # 4, 8 and 12 of 16 dimensions turn
-        partial = dataclasses.replace(ROTARY, partial_factor=percent / 100)
-        kinds[f"rotary_partial_{percent}"] = partial
-        kinds[f"rotary_partial_{percent}_interleaved"] = dataclasses.replace(partial, interleaved=True)
+    for fraction in (0.25, 0.5, 0.75):  # 4, 8 and 12 of 16 dimensions turn
+        partial = dataclasses.replace(ROTARY, partial_factor=fraction)
+        kinds[f"rotary_partial_{fraction}"] = partial
+        kinds[f"rotary_partial_{fraction}_interleaved"] = dataclasses.replace(partial, interleaved=True)
     configs = {name: decoder(block(of=attention(rotary=rotary))) for name, rotary in kinds.items()}
     local = block(of=attention(window=4, rotary=dataclasses.replace(ROTARY, theta=20.0)))
     whole = block(of=attention(rotary=dataclasses.replace(ROTARY, scaling=LinearScaling(factor=2.0))))
