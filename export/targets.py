@@ -98,6 +98,8 @@ CUDA = Target(
 TARGETS: tuple[Target, ...] = (CPU, CUDA)
 
 _REFUSED = {
+    ("cpu", "gguf"): "keeping a GGUF file's own values is not built yet",
+    ("cuda", "gguf"): "keeping a GGUF file's own values is not built yet",
     ("cpu", "bf16"): "the CPU provider has no bfloat16 kernels (a bf16 checkpoint exports as fp32, int8 or int4)",
     ("cpu", "fp16"): "the CPU provider widens float16 to float32, which costs twice the memory and gains nothing",
     ("cuda", "fp32"): "the CUDA provider has no float32 GroupQueryAttention and would run it on the CPU",

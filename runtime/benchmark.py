@@ -6,7 +6,6 @@ In: a LanguageModel, prompt lengths, batch sizes. Out: one row a combination. It
 
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +31,8 @@ def measure_speed(
 ) -> SpeedRow:
     """Time `batch` prompts of `prompt_length` random ids that each continue for `new_tokens` tokens, greedily.
 
-    The time to the first token is that of the last prompt to get one. Raises ValueError when the request cannot fit.
+    The time to the first token is that of the last prompt to get one; `lm` should be loaded with room for the batch.
+    Raises ValueError when the request cannot fit.
     """
     if new_tokens < 2:
         raise ValueError(f"new_tokens must be at least 2 to time decoding, got {new_tokens}")
@@ -59,17 +59,28 @@ def measure_speed(
 
 
 def _time_once(lm: LanguageModel, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """Seconds until every prompt has its first token, and seconds for the others."""
-    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+    """Seconds until every prompt has its first token, and seconds for the others.
+
+    Rows join a batch one after the other, so for several the first figure is that of a run of one token each, and the
+    second what a full run takes beyond it.
+    """
+    if len(prompts) > 1:
+        first, whole = _time_batch(lm, prompts, 1), _time_batch(lm, prompts, new_tokens)
+        return first, whole - first
+    stream = lm.stream(prompts[0], _greedy(new_tokens))
     begin = time.perf_counter()
-    streams: list[Iterator[object]] = [lm.stream(prompt, params) for prompt in prompts]
-    for stream in streams:
-        next(stream)
+    next(stream)
     first = time.perf_counter()
-    for _ in range(new_tokens - 1):
-        for stream in streams:
-            next(stream)
-    end = time.perf_counter()
-    for stream in streams:
-        next(stream, None)
-    return first - begin, end - first
+    for _ in stream:
+        pass
+    return first - begin, time.perf_counter() - first
+
+
+def _time_batch(lm: LanguageModel, prompts: list[list[int]], new_tokens: int) -> float:
+    begin = time.perf_counter()
+    lm.generate(prompts, _greedy(new_tokens))
+    return time.perf_counter() - begin
+
+
+def _greedy(new_tokens: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)

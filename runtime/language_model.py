@@ -82,7 +82,7 @@ class LanguageModel:
     Whoever waits for a result runs the engine's next step, or waits for the step that another thread runs, so a stream
     that nobody reads holds up no one.
 
-    Attributes: `device`, `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
+    Attributes: `device`, `threads`, `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class LanguageModel:
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
+        self.threads = session.threads
         self.device: Device = session.device
         self._engine: Engine | None = Engine(
             session, max_batch=max_batch, max_length=self.max_length, prefill_chunk=prefill_chunk

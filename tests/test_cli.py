@@ -25,10 +25,11 @@ CONTRACT = {
     "chat": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --json",
     "report": "BUNDLE --debug --json",
+    "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
 }
 
 
-LATER = {"bench", "diff", "embed", "eval", "plan", "serve", "tune"}
+LATER = {"diff", "embed", "eval", "plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:

@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -213,6 +213,35 @@ def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) 
         cli_tables.print_report(facts)
 
 
+@app.command()
+def bench(
+    bundle: BundlePath,
+    *,
+    prompt_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt tokens a row.")] = "32,512,2048",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate a row.")] = 32,
+    batch: Annotated[str, typer.Option(metavar="N,N,...", help="Rows at once.")] = "1",
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Time prefill and decode of BUNDLE on random prompts on this machine: medians of 3."""
+    lengths, batches = _numbers("--prompt-lengths", prompt_lengths), _numbers("--batch", batch)
+    from graphport.runtime import load
+    from graphport.runtime.benchmark import measure_speed
+
+    lm = load(bundle, max_batch=max(batches))
+    rows = []
+    with cli_tables.progress_lines() as progress:
+        for rows_at_once in batches:
+            for length in lengths:
+                progress(f"prompts of {length} tokens, batch {rows_at_once}")
+                row = measure_speed(lm, prompt_length=length, batch=rows_at_once, new_tokens=new_tokens)
+                rows.append(asdict(row))
+    if as_json:
+        print(json.dumps({"bundle": str(bundle), "threads": lm.threads, "rows": rows}))
+    else:
+        cli_tables.print_speeds(rows)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's); returns the exit status."""
     invocation = _Invocation()
@@ -251,6 +280,13 @@ def _missing(command: str, error: ModuleNotFoundError) -> Exception:
     if (error.name or "").split(".")[0] == "graphport":
         return error
     return RuntimeError(f"`graphport {command}` needs {error.name}, which is not installed; do: {_INSTALL_EXPORT}")
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{option} needs whole numbers above 0 separated by commas, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def _required_fusions(values: list[str]) -> dict[str, int | Literal["all"]]:

@@ -148,6 +148,22 @@ def print_checks(checks: Sequence[CheckRow]) -> None:
             print_line(f"FAILED {row.name}: {row.detail}")
 
 
+def print_speeds(rows: Sequence[Mapping[str, Any]]) -> None:
+    """One row a combination of prompt length and batch, on stdout: it is the result."""
+    table = Table("prompt", "batch", "first token", "prefill tokens/s", "decode tokens/s")
+    for column in table.columns:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            str(row["prompt_length"]),
+            str(row["batch"]),
+            f"{row['time_to_first_token_s']:.3f} s",
+            f"{row['prefill_tokens_per_s']:.0f}",
+            f"{row['decode_tokens_per_s']:.1f}",
+        )
+    Console().print(table)
+
+
 def print_notes(notes: Iterable[str]) -> None:
     """One line a note."""
     for note in notes:
