@@ -70,6 +70,7 @@ def open_as(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer_json=None,
         chat_template="{{ text }}",
         source={"format": "test"},
+        special_tokens={},
         notes=("a note",),
     )
     monkeypatch.setattr(export_module, "open_source", lambda *_, **__: opened)

@@ -225,6 +225,7 @@ def test_export_raises_and_leaves_nothing_when_a_stage_is_wrong(
         tokenizer_json=None,
         chat_template=None,
         source={},
+        special_tokens={},
         notes=(),
     )
 
