@@ -15,9 +15,9 @@ Logits = NDArray[np.float32]
 # max_abs: absolute difference of logits. kl: mean Kullback-Leibler divergence to the reference in nats.
 TOLERANCES: dict[tuple[str, str], float] = {
     ("exported", "max_abs"): 5e-4,  # 5.4e-5 (96 tokens)
-    ("compiled", "max_abs"): 5e-4,  # 8.3e-5
+    ("compiled", "max_abs"): 5e-4,  # 9.5e-5
     ("compiled", "kl"): 1e-9,  # 1.4e-11
-    ("int8", "kl"): 0.05,  # 4.1e-3
+    ("int8", "kl"): 0.05,  # 2.0e-3
     ("int4", "kl"): 0.5,  # 0.26
 }
 
