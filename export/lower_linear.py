@@ -96,7 +96,7 @@ def _register_blocks(
     model: ir.Model, weight: ir.Value, bits: int, plan: CompilePlan
 ) -> tuple[ir.Value, ir.Value, BlockQuantized]:
     assert weight.const_value is not None
-    quantized = quantize_blocks(weight.const_value.numpy().astype(np.float32), bits)
+    quantized = quantize_blocks(weight.const_value.numpy().astype(np.float32, copy=False), bits)
     packed = add_constant(
         model.graph, f"{weight.name}_q{bits}", ir.tensor(quantized.packed, name=f"{weight.name}_q{bits}")
     )

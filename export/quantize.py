@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from graphport.export.targets import WEIGHT_BLOCK
 
+_ELEMENTS_AT_A_TIME = 1 << 22  # the float copies of a whole table would take several times its size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockQuantized:
@@ -44,12 +46,23 @@ def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
     if bits not in (4, 8):
         raise ValueError(f"weight bits must be 4 or 8, got {bits}")
     rows, width = weight.shape
-    if not np.isfinite(weight).all():
-        raise ValueError(f"{int((~np.isfinite(weight)).sum())} of {weight.size} weights are not finite")
     num_blocks = -(-width // WEIGHT_BLOCK)
-    padded = np.zeros((rows, num_blocks * WEIGHT_BLOCK), np.float32)
+    packed = np.empty((rows, num_blocks, WEIGHT_BLOCK * bits // 8), np.uint8)
+    scales = np.empty((rows, num_blocks), np.float32)
+    step = max(1, _ELEMENTS_AT_A_TIME // width)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        if not np.isfinite(weight[part]).all():
+            raise ValueError(f"{int((~np.isfinite(weight)).sum())} of {weight.size} weights are not finite")
+        packed[part], scales[part] = _quantize_rows(weight[part], bits)
+    return BlockQuantized(packed=packed, scales=scales, bits=bits, width=width)
+
+
+def _quantize_rows(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    rows, width = weight.shape
+    padded = np.zeros((rows, -(-width // WEIGHT_BLOCK) * WEIGHT_BLOCK), np.float32)
     padded[:, :width] = weight
-    blocks = padded.reshape(rows, num_blocks, WEIGHT_BLOCK)
+    blocks = padded.reshape(rows, -1, WEIGHT_BLOCK)
     half = 2 ** (bits - 1)
     peak = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)[..., 0]
     scales = peak / np.float32(-half) if bits == 4 else np.abs(peak) / np.float32(half - 1)
@@ -58,4 +71,4 @@ def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
     packed = quantized.astype(np.uint8)
     if bits == 4:
         packed = packed[..., 0::2] | (packed[..., 1::2] << 4)
-    return BlockQuantized(packed=packed, scales=scales.astype(np.float32), bits=bits, width=width)
+    return packed, scales.astype(np.float32)

@@ -110,17 +110,17 @@ def test_the_error_names_every_check_that_failed() -> None:
 
 def test_ids_are_the_texts_or_seeded() -> None:
     model = tiny_model("llama")
-    first, second, other = (parity_ids(model, None, max_length=20, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (parity_ids(model.config, None, max_length=20, seed=seed) for seed in (1, 1, 2))
     assert first == second != other
     assert len(first) == 20
     assert max(first) < model.config.vocab_size
-    seeded = parity_ids(model, None, max_length=NUM_IDS, seed=1)
+    seeded = parity_ids(model.config, None, max_length=NUM_IDS, seed=1)
     for num_words in (61, 70):  # the model knows 61 ids
         known = sorted(set(PARITY_TEXT.split()))[-num_words:]
         words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token=known[0]))
         words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         wanted = words.encode(PARITY_TEXT).ids[:NUM_IDS] if num_words == 61 else seeded
-        assert parity_ids(model, words.to_str(), max_length=NUM_IDS, seed=1) == wanted
+        assert parity_ids(model.config, words.to_str(), max_length=NUM_IDS, seed=1) == wanted
 
 
 def change(model: ir.Model, op_type: str, **attributes: Any) -> None:
@@ -162,7 +162,7 @@ COMPILED_FAULTS: dict[str, Callable[[ir.Model], None]] = {
 
 def certify(model: ir.Model, folder: Path) -> tuple[Check, ...]:
     plan, eager = make_plan(CONFIGS["gemma"]), tiny_model("gemma")
-    ids = parity_ids(eager, None, max_length=MAX_LENGTH, seed=0)
+    ids = parity_ids(eager.config, None, max_length=MAX_LENGTH, seed=0)
     reference = eager_logits(eager, ids)
     return certify_stages(model, plan, ids, reference, folder=folder / "out", observe=lambda _: None)
 
@@ -199,7 +199,7 @@ def test_the_fused_stage_rejects(fault: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
 def test_the_shipped_stage_rejects_swapped_heads_in_packed_qkv(precision: str, tmp_path: Path) -> None:
     plan, eager = make_plan(CONFIGS["llama"], precision), tiny_model("llama")
-    ids = parity_ids(eager, None, max_length=MAX_LENGTH, seed=0)
+    ids = parity_ids(eager.config, None, max_length=MAX_LENGTH, seed=0)
     reference = eager_logits(eager, ids)
     model = exported("llama")
     compile_graph(model, plan)
@@ -225,6 +225,7 @@ def test_export_raises_and_leaves_nothing_when_a_stage_is_wrong(
         tokenizer_json=None,
         chat_template=None,
         source={},
+        special_tokens={},
         notes=(),
     )
 
