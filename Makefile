@@ -5,6 +5,7 @@
 #   PRECISION  fp32, fp16, bf16, int8, int4 or gguf          TARGET  cpu or cuda
 #   OUT        the bundle's folder                            PROMPT  what `make generate` asks
 #   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
+#   RESULTS    the file that `make bench` writes
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -22,6 +23,8 @@ MODEL = $(SMOLLM2)
 name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(basename $(notdir $(MODEL:%/=%))))
 name := $(name)$(if $(filter-out int8,$(PRECISION)),-$(PRECISION))$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
 OUT = build/$(name)
+
+RESULTS = build/bench-$(notdir $(out)).md
 
 bin := .venv/bin
 installed := .venv/.installed
@@ -90,8 +93,9 @@ verify: $(missing) ## re-run the bundle's certificate on this machine
 		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
 
 .PHONY: bench
-bench: $(missing) ## time prefill and decode of the bundle
-	$(bin)/graphport bench $(out)
+bench: $(missing) ## time the bundle against transformers eager, in one run; writes RESULTS
+	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
+		$(bin)/python benchmarks/against_transformers.py $(out) "$$source" --out $(RESULTS)
 
 # A file stays with one worker, so that what its tests share (an exported model) is made once.
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -1,6 +1,6 @@
-"""graphport against transformers eager fp32: the same GGUF weights, prompts, threads and machine, interleaved.
+"""graphport against transformers eager fp32: the same weights, prompts, threads and machine, interleaved.
 
-    python benchmarks/against_transformers.py BUNDLE MODEL.gguf [--threads 2] [--prompts 32,512,2048] [--out FILE.md]
+    python benchmarks/against_transformers.py BUNDLE MODEL [--threads 2] [--prompts 32,512,2048] [--out FILE.md]
 
 Rates are medians in tokens a second, batch 1, greedy. Also measured, each in a process of its own: time to load the
 bundle, peak memory of `graphport generate`, time and peak memory of the export that made the bundle.
@@ -31,7 +31,7 @@ def main() -> None:
         f"# graphport {arguments.bundle.name} against transformers eager fp32",
         "",
         f"{datetime.date.today().isoformat()}, {_machine()}, {arguments.threads} threads.",
-        f"Command: `python benchmarks/against_transformers.py {arguments.bundle} {arguments.model}`",
+        f"Command: `python {' '.join(sys.argv)}`, commit {_commit()}.",
         "",
         *_speed(arguments, lengths),
         "",
@@ -52,8 +52,11 @@ def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
     from graphport.runtime.benchmark import measure_speed
 
     torch.set_num_threads(arguments.threads)
+    is_file = arguments.model.is_file()
     model = AutoModelForCausalLM.from_pretrained(
-        arguments.model.parent, gguf_file=arguments.model.name, dtype=torch.float32
+        arguments.model.parent if is_file else arguments.model,
+        **({"gguf_file": arguments.model.name} if is_file else {}),
+        dtype=torch.float32,
     ).eval()
     lines = [
         "| prompt | prefill graphport | prefill eager | ratio | decode graphport | decode eager | ratio |",
@@ -85,11 +88,11 @@ def _eager_once(model: object, length: int, new_tokens: int, *, seed: int) -> tu
     ids = torch.randint(model.config.vocab_size, (1, length), generator=generator)
     with torch.inference_mode():
         begin = time.perf_counter()
-        result = model(ids, use_cache=True, logits_to_keep=1)
+        result = model(ids, logits_to_keep=1)  # prefill pays for one row of logits here too
         token = result.logits[:, -1:].argmax(-1)
         first = time.perf_counter()
         for _ in range(new_tokens - 1):
-            result = model(token, past_key_values=result.past_key_values, use_cache=True)
+            result = model(token, past_key_values=result.past_key_values)
             token = result.logits[:, -1:].argmax(-1)
         end = time.perf_counter()
     return length / (first - begin), (new_tokens - 1) / (end - first)
@@ -108,7 +111,7 @@ def _processes(arguments: argparse.Namespace) -> list[str]:
     if not arguments.no_export:
         with tempfile.TemporaryDirectory(dir=arguments.bundle.parent) as folder:
             seconds, mib = _run(_EXPORT, str(arguments.model), f"{folder}/bundle").split()
-        lines.append(f"| export from GGUF to verified bundle | {float(seconds):.0f} s |")
+        lines.append(f"| export to verified bundle | {float(seconds):.0f} s |")
         lines.append(f"| export: peak resident memory | {float(mib):.0f} MiB |")
     return lines
 
@@ -121,8 +124,15 @@ lm = load(sys.argv[1])
 print(time.perf_counter() - begin)
 """
 
-_GENERATE = """
-import json, resource, sys
+# VmHWM, not getrusage: ru_maxrss of a child starts at its parent's size
+_PEAK = """
+def peak_mib():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+"""
+
+_GENERATE = _PEAK + """
+import json, sys
 from pathlib import Path
 from graphport.runtime import SamplingParams, load
 lm = load(sys.argv[1])
@@ -130,24 +140,31 @@ lm.generate(["The capital of France is"], SamplingParams(max_new_tokens=64, temp
 cache = lm._engine.cache
 mib = 1 << 20
 print(json.dumps({
-    "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / mib,
+    "peak_mib": peak_mib(),
     "weights_mib": (Path(sys.argv[1]) / "model.onnx.data").stat().st_size / mib,
     "cache_mib": cache.bytes_for(cache.num_slots, cache.capacity) / mib,
 }))
 """
 
-_EXPORT = """
-import resource, sys, time
+_EXPORT = _PEAK + """
+import sys, time
 begin = time.perf_counter()
 from graphport.export import export
 export(sys.argv[1], sys.argv[2])
-print(time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+print(time.perf_counter() - begin, peak_mib())
 """
 
 
 def _run(code: str, *arguments: str) -> str:
     done = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
     return done.stdout.strip()
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
 
 
 def _machine() -> str:
