@@ -131,7 +131,9 @@ def peak_mib():
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
 """
 
-_GENERATE = _PEAK + """
+_GENERATE = (
+    _PEAK
+    + """
 import json, sys
 from pathlib import Path
 from graphport.runtime import SamplingParams, load
@@ -145,14 +147,18 @@ print(json.dumps({
     "cache_mib": cache.bytes_for(cache.num_slots, cache.capacity) / mib,
 }))
 """
+)
 
-_EXPORT = _PEAK + """
+_EXPORT = (
+    _PEAK
+    + """
 import sys, time
 begin = time.perf_counter()
 from graphport.export import export
 export(sys.argv[1], sys.argv[2])
 print(time.perf_counter() - begin, peak_mib())
 """
+)
 
 
 def _run(code: str, *arguments: str) -> str:
@@ -161,9 +167,8 @@ def _run(code: str, *arguments: str) -> str:
 
 
 def _commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 

@@ -148,6 +148,22 @@ def test_b07_b08_a_prompt_gives_the_same_logits_whatever_its_neighbours(tmp_path
             assert_parity(found, [sample.logprob for sample in alone.logprobs], "compiled")
 
 
+def test_b15_a_flipped_choice_is_a_tie_only_within_the_tolerance(tmp_path: Path) -> None:
+    config = CONFIGS["grouped_query"]
+    model = tiny_model(config)
+    export(model, tmp_path / "bundle", precision="fp32", verify=False)
+    prompts = [token_ids(9, seed=seed).tolist() for seed in range(8)]
+    with load(tmp_path / "bundle", max_batch=8) as lm:
+        alone = [lm.logits([prompt])[0] for prompt in prompts]
+        for prompt, one, batched in zip(prompts, alone, lm.logits(prompts), strict=True):
+            assert_parity(batched, one, "compiled")
+            assert_same_choice(batched, _eager(model, prompt), "compiled")
+    tie = np.array([[1.0, 1.0 + 1e-6, 0.0], [3.0, 0.0, 0.0]])
+    assert_same_choice(tie[:, [1, 0, 2]][:1].repeat(2, 0) * [[1], [0]] + tie * [[0], [1]], tie, "compiled")
+    with pytest.raises(AssertionError, match="best token differs"):
+        assert_same_choice(tie[:, [1, 0, 2]], tie, "compiled")
+
+
 def test_b28_large_activations_stay_equal_over_many_prompts(tmp_path: Path) -> None:
     config = CONFIGS["qk_norm_unit_offset"]
     model = tiny_model(config)

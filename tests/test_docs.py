@@ -1,0 +1,61 @@
+"""The Python in README and docs runs as it stands, on tiny models."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_tokenizers
+from gguf import GGUFWriter
+from tiny_checkpoints import make_model, write_gguf
+
+from graphport.export import export
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/export.md", "docs/runtime.md", "docs/parity.md")
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def _blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        text = (CHECKOUT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        found += [(f"{page}[{number}]", block) for number, block in enumerate(blocks)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `model.gguf`, and its bundle in `build/model`, as the pages name them."""
+    folder = tmp_path_factory.mktemp("docs")
+    tokenizer = tiny_tokenizers.byte_level()
+    model = make_model("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128)
+
+    def add_tokenizer(writer: GGUFWriter) -> None:
+        size = tokenizer.get_vocab_size()
+        added = tokenizer.get_added_tokens_decoder()
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([tokenizer.id_to_token(number) for number in range(size)])
+        writer.add_token_types([1 if n not in added else 3 if added[n].special else 4 for n in range(size)])
+        merges = json.loads(tokenizer.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+        writer.add_eos_token_id(tokenizer.token_to_id("</s>"))
+        writer.add_chat_template(TEMPLATE)
+
+    write_gguf(folder / "model.gguf", model, edit=add_tokenizer)
+    export(folder / "model.gguf", folder / "build/model", precision="int8")
+    return folder
+
+
+@pytest.mark.parametrize(("name", "code"), _blocks(), ids=[name for name, _ in _blocks()])
+def test_python_of_the_pages_runs(
+    name: str, code: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(workplace, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    if name.startswith("README"):  # it exports to a folder that does not exist yet
+        shutil.rmtree("build/model")
+    exec(compile(code, "page", "exec"), {"__name__": "page"})
