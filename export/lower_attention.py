@@ -100,7 +100,7 @@ def _lower(node: ir.Node, rotation: _Rotation | None) -> None:
     if rotation is not None:
         attributes |= {"do_rotary": 1, "rotary_interleaved": rotation.is_interleaved}
         tables = [rotation.cos, rotation.sin]
-    split = _packed_split(node)
+    split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
     kernel = new_node(
         node,
@@ -118,7 +118,7 @@ def _lower(node: ir.Node, rotation: _Rotation | None) -> None:
         remove_nodes(split)
 
 
-def _packed_split(node: ir.Node) -> ir.Node | None:
+def packed_split(node: ir.Node) -> ir.Node | None:
     """The Split that makes exactly this node's query, key and value, in that order."""
     split = only_node(node.inputs[0], "Split")
     return split if split is not None and list(split.outputs) == list(node.inputs[:3]) else None

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphport.export.clean_graph import clean_graph, finish_graph
 from graphport.export.convert_floats import convert_floats
+from graphport.export.fuse_qk_norm import fuse_qk_norm
 from graphport.export.fuse_residual_norm import fuse_residual_norm
 from graphport.export.fuse_silu import fuse_silu
 from graphport.export.graph_pass import CompilePlan, GraphPass, PassReport
@@ -17,7 +18,7 @@ from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.pack_projections import pack_gate_up, pack_qkv
 from graphport.export.smooth_activations import smooth_activations
-from graphport.model_def.config import TransformerConfig
+from graphport.model_def.config import AttentionConfig, TransformerConfig
 
 PASSES: tuple[GraphPass, ...] = (
     clean_graph,
@@ -27,6 +28,7 @@ PASSES: tuple[GraphPass, ...] = (
     pack_gate_up,
     fuse_silu,
     lower_attention,
+    fuse_qk_norm,
     lower_norm,
     convert_floats,
     lower_linear,
@@ -62,7 +64,18 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "packed_gate_up": sum(block.feed_forward.gated for block in blocks),
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
         "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
+        "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
     }
+
+
+def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
+    """Whether the attention kernel of this target can take the q/k norm that the config asks for."""
+    if not plan.target.qk_norm_inside or attention.qk_norm is None or attention.qk_norm.kind != "rms":
+        return False
+    if plan.target.attention_limit(attention) is not None:
+        return False
+    rotary, head_dim = attention.rotary, attention.head_dim
+    return rotary is None or plan.target.rotary_limit(head_dim, rotary.rotary_dim(head_dim)) is None
 
 
 def _count_normed_sums(config: TransformerConfig) -> int:

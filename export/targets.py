@@ -36,6 +36,7 @@ class Target:
 
     `head_multiple` and `rotary_multiple`: GroupQueryAttention's head size, and the head size and rotary width when
     it rotates. `accuracy_level` is MatMulNBits' (4: int8 activations a block; None: the kernel's own choice).
+    `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Target:
     head_multiple: int
     rotary_multiple: int
     accuracy_level: int | None
+    qk_norm_inside: bool
 
     def precision(self, name: str) -> Precision:
         """The row called `name`; raises TargetError with the known names, or with the reason for a refusal."""
@@ -79,6 +81,7 @@ CPU = Target(
     head_multiple=8,
     rotary_multiple=16,
     accuracy_level=4,
+    qk_norm_inside=False,  # the CPU kernel accepts the inputs and fails when it is run
 )
 
 CUDA = Target(
@@ -93,6 +96,7 @@ CUDA = Target(
     head_multiple=8,
     rotary_multiple=16,
     accuracy_level=None,
+    qk_norm_inside=True,
 )
 
 TARGETS: tuple[Target, ...] = (CPU, CUDA)

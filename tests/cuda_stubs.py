@@ -1,0 +1,114 @@
+"""CUDA libraries without a GPU: enough symbols for ONNX Runtime's CUDA provider to create sessions, never to run them.
+
+In: the installed provider library and gcc. Out: a folder of shared libraries to put on LD_LIBRARY_PATH, and what the
+provider then says of a graph. Every function returns 0, memory is host memory, and the device claims compute
+capability 9.0.
+"""
+
+import collections
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime
+
+_PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+_NO_SYMBOLS = ("libcurand.so.10",)  # needed by name, though no symbol of it is
+
+_BODIES = {
+    "cudaMalloc": "int cudaMalloc(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
+    "cudaMallocHost": "int cudaMallocHost(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
+    "cudaHostAlloc": "int cudaHostAlloc(void **p, unsigned long n, unsigned f) { *p = malloc(n ? n : 1); return 0; }",
+    "cudaFree": "int cudaFree(void *p) { free(p); return 0; }",
+    "cudaFreeHost": "int cudaFreeHost(void *p) { free(p); return 0; }",
+    "cudaMemcpy": "int cudaMemcpy(void *d, void *s, unsigned long n, int k) { memcpy(d, s, n); return 0; }",
+    "cudaMemcpyAsync": "int cudaMemcpyAsync(void *d, void *s, unsigned long n) { memcpy(d, s, n); return 0; }",
+    "cudaGetDeviceCount": "int cudaGetDeviceCount(int *n) { *n = 1; return 0; }",
+    "cudaGetDevice": "int cudaGetDevice(int *n) { *n = 0; return 0; }",
+    "cudaDeviceGetAttribute": "int cudaDeviceGetAttribute(int *v, int a) { *v = a == 75 ? 9 : a != 76; return 0; }",
+    "cudaGetDeviceProperties": "int cudaGetDeviceProperties(char *p) { memset(p, 0, 1024); return 0; }",
+    "cudaMemGetInfo": "int cudaMemGetInfo(unsigned long *a, unsigned long *b) { *a = *b = 80ul << 30; return 0; }",
+    "cudaDriverGetVersion": "int cudaDriverGetVersion(int *v) { *v = 13000; return 0; }",
+    "cudaRuntimeGetVersion": "int cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }",
+    "cudaGetErrorString": 'char *cudaGetErrorString(int e) { return "stub"; }',
+    "cudaGetErrorName": 'char *cudaGetErrorName(int e) { return "stub"; }',
+}
+
+_PLACE = """
+import collections, json, sys
+import onnxruntime as ort
+options = ort.SessionOptions()
+options.log_severity_level = 3
+options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+provider = ("CUDAExecutionProvider", json.loads(sys.argv[2]))
+session = ort.InferenceSession(sys.argv[1], options, providers=[provider], enable_fallback=0)
+assert session.get_providers()[0] == "CUDAExecutionProvider", session.get_providers()
+parts = session.get_provider_graph_assignment_info()
+nodes = collections.Counter(f"{part.ep_name}:{node.op_type}" for part in parts for node in part.get_nodes())
+print(json.dumps(nodes))
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Number of nodes by op type on the CUDA and on the CPU provider, after ONNX Runtime's own optimiser."""
+
+    cuda: dict[str, int]
+    cpu: dict[str, int]
+
+
+def why_not() -> str | None:
+    """Why stubs cannot be built here, or None."""
+    if not _PROVIDER.is_file():
+        return "the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)"
+    missing = [tool for tool in ("gcc", "readelf") if shutil.which(tool) is None]
+    return f"{', '.join(missing)} not found" if missing else None
+
+
+def build(folder: Path) -> Path:
+    """Compile one library for each that the provider needs, with the undefined symbols it has of it."""
+    listed = subprocess.run(["readelf", "--dyn-syms", "-W", str(_PROVIDER)], capture_output=True, text=True, check=True)
+    libraries: dict[str, list[str]] = collections.defaultdict(list)
+    for name, version in re.findall(r" UND (\w+)@(lib[\w.]+)", listed.stdout):
+        libraries[version].append(name)
+    libraries["libcuda.so.1"] = re.findall(r" UND (cu[A-Z]\w*)$", listed.stdout, re.MULTILINE)
+    for soname in (*libraries, *_NO_SYMBOLS):
+        _compile(folder, soname, libraries.get(soname, []))
+    return folder
+
+
+def place(graph: Path, stubs: Path, **provider_options: str) -> Placement:
+    """Create a session for `graph` on the stubbed CUDA provider, in a process of its own.
+
+    Raises AssertionError with the provider's message when it refuses the graph or the options.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _PLACE, str(graph), json.dumps(provider_options)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stubs)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    nodes = json.loads(done.stdout)
+    cuda, cpu = (
+        {key.split(":")[1]: count for key, count in nodes.items() if key.startswith(provider)}
+        for provider in ("CUDA", "CPU")
+    )
+    return Placement(cuda=cuda, cpu=cpu)
+
+
+def _compile(folder: Path, soname: str, names: list[str]) -> None:
+    source, versions = folder / "stub.c", folder / "stub.map"
+    functions = [_BODIES.get(name, f"long {name}(void) {{ return 0; }}") for name in sorted(set(names))]
+    source.write_text("\n".join(["#include <stdlib.h>", "#include <string.h>", *functions, ""]))
+    versions.write_text(f"{soname} {{ global: *; }};\n")
+    link = [f"-Wl,-soname,{soname}", f"-Wl,--version-script={versions}"]
+    command = ["gcc", "-w", "-shared", "-fPIC", "-fno-builtin", "-o", str(folder / soname), str(source), *link]
+    subprocess.run(command, check=True, capture_output=True)

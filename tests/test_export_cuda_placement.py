@@ -1,0 +1,91 @@
+"""Bundles for CUDA, checked without a GPU: every node has a CUDA kernel, in the precision asked for."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import cuda_stubs
+import onnx_ir as ir
+import pytest
+from tiny_models import tiny_configs, tiny_model
+
+from graphport.export.model_export import export
+from graphport.export.pipeline import PASSES
+from graphport.export.targets import CUDA
+from graphport.model_def.signature import GRAPH_FILE
+from graphport.runtime.session import SHAPE_OPS
+
+CONFIGS = tiny_configs()
+PRECISIONS = [precision.name for precision in CUDA.precisions]
+KINDS = ("qk_norm", "softcap_window", "all_biases", "head_dim_20", "learned", "rotary_partial_0.25")
+
+Graphs = Callable[[str, str], Path]
+
+pytestmark = pytest.mark.skipif(cuda_stubs.why_not() is not None, reason=str(cuda_stubs.why_not()))
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cuda_stubs.build(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The graph file of a tiny model, by kind and precision."""
+
+    @functools.cache
+    def exported(kind: str, precision: str) -> Path:
+        out = tmp_path_factory.mktemp(kind) / precision
+        return (
+            export(tiny_model(CONFIGS[kind]), out, target="cuda", precision=precision, verify=False).path / GRAPH_FILE
+        )
+
+    return exported
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_node_is_placed_on_cuda_in_every_precision(precision: str, graph: Graphs, stubs: Path) -> None:
+    placement = cuda_stubs.place(graph("grouped_query", precision), stubs)
+    assert placement.cpu == {}
+    assert placement.cuda["GroupQueryAttention"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_that_computes_is_placed_on_cuda(kind: str, graph: Graphs, stubs: Path) -> None:
+    placement = cuda_stubs.place(graph(kind, "fp16"), stubs)
+    assert set(placement.cpu) <= set(SHAPE_OPS)
+    assert placement.cuda.get("GroupQueryAttention", 0) == (0 if kind == "head_dim_20" else 2)
+
+
+def test_capture_as_a_cuda_graph_is_accepted(graph: Graphs, stubs: Path) -> None:
+    assert cuda_stubs.place(graph("qk_norm", "fp16"), stubs, enable_cuda_graph="1").cpu == {}
+
+
+def test_attention_takes_packed_heads_and_their_norms(graph: Graphs) -> None:
+    model = ir.load(graph("qk_norm", "fp16"))
+    kernels = [node for node in model.graph if node.op_type == "GroupQueryAttention"]
+    assert len(kernels) == 2
+    for kernel in kernels:
+        assert kernel.inputs[1] is None
+        assert kernel.inputs[2] is None
+        norms = kernel.inputs[14:16]
+        assert all(value is not None and value.dtype == ir.DataType.FLOAT16 for value in norms)
+        assert kernel.attributes["qk_norm_epsilon"].as_float() == pytest.approx(1e-6)
+    assert not [
+        node for node in model.graph if node.op_type in ("RMSNorm", "Split") and "attention" in (node.name or "")
+    ]
+
+
+def test_a_float32_attention_would_land_on_the_cpu_and_is_seen(tmp_path: Path, stubs: Path) -> None:
+    bundle = export(tiny_model(CONFIGS["grouped_query"]), tmp_path / "cpu", precision="fp32", verify=False)
+    assert cuda_stubs.place(bundle.path / GRAPH_FILE, stubs).cpu["GroupQueryAttention"] == 2
+
+
+def test_an_unknown_provider_option_is_refused_by_name(graph: Graphs, stubs: Path) -> None:
+    with pytest.raises(AssertionError, match="no_such_option"):
+        cuda_stubs.place(graph("grouped_query", "fp16"), stubs, no_such_option="1")
+
+
+def test_the_norms_move_inside_after_attention_is_lowered() -> None:
+    names = [graph_pass.__name__ for graph_pass in PASSES]
+    assert names.index("lower_attention") < names.index("fuse_qk_norm") < names.index("lower_norm")
