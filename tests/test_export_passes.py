@@ -201,6 +201,7 @@ def test_expected_fusions_are_counted_from_the_config_alone() -> None:
         "packed_gate_up": 2,
         "silu": 2,
         "attention": 2,
+        "qk_norm": 0,
     }
 
 
