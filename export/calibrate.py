@@ -1,15 +1,16 @@
-"""How large the inputs of every linear layer become on a text: what smoothing divides by.
+"""How large activations become on a text: what smoothing divides by, and whether float16 can hold them.
 
-In: a module and token ids. Out: one number a channel for each linear weight, by the weight's name. Changes nothing.
+In: a module and token ids. Out: largest magnitudes by name. Changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
+from graphport.model_def.norms import Norm
 from graphport.model_def.transformer import Transformer
 
 NUM_CALIBRATION_IDS = 160  # the text has about 180 with a vocabulary of 49,152
@@ -40,22 +41,36 @@ def activation_ranges(model: Transformer, ids: Sequence[int]) -> Ranges:
     """
     ranges: Ranges = {}
 
-    def watch(name: str) -> object:
-        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            x = inputs[0]
+    def keep(name: str, module: nn.Module, x: Tensor, _: Tensor) -> None:
+        if isinstance(module, nn.Linear):
             ranges[f"{name}.weight"] = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().numpy()
 
-        return hook
+    _watch(model, ids, keep)
+    return ranges
 
-    hooks = [
-        module.register_forward_pre_hook(watch(name))  # type: ignore[arg-type]  # torch types hooks as object
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-    ]
+
+def activation_peaks(model: Transformer, ids: Sequence[int]) -> dict[str, float]:
+    """Largest magnitude that each linear layer and norm reads or makes over the text `ids`, by name, as they run."""
+    peaks: dict[str, float] = {}
+
+    def keep(name: str, _: nn.Module, x: Tensor, y: Tensor) -> None:
+        peaks[name] = max(float(x.abs().max()), float(y.abs().max()))
+
+    _watch(model, ids, keep)
+    return peaks
+
+
+def _watch(model: Transformer, ids: Sequence[int], keep: Callable[[str, nn.Module, Tensor, Tensor], None]) -> None:
+    """Run `model` on `ids`, handing name, module, input and output of every linear layer and norm to `keep`."""
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        return lambda module, inputs, output: keep(name, module, inputs[0], output)
+
+    watched = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Norm)]
+    handles = [module.register_forward_hook(hook(name)) for name, module in watched]
     try:
         with torch.inference_mode():
             model(torch.tensor([list(ids)]))
     finally:
-        for hook in hooks:
-            hook.remove()
-    return ranges
+        for handle in handles:
+            handle.remove()

@@ -15,10 +15,16 @@ import torch
 
 import graphport
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
-from graphport.export.calibrate import CALIBRATION_TEXT, NUM_CALIBRATION_IDS, Ranges, activation_ranges
+from graphport.export.calibrate import (
+    CALIBRATION_TEXT,
+    NUM_CALIBRATION_IDS,
+    Ranges,
+    activation_peaks,
+    activation_ranges,
+)
 from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
-from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
@@ -40,6 +46,7 @@ from graphport.model_def.signature import (
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
 
 CERTIFICATE_FORMAT = 1
+FLOAT16_MAX = 65504.0
 
 _CACHE_TYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
@@ -84,6 +91,9 @@ def export(
         activation_ranges=_calibrate(opened, found_precision, max_length=max_length, seed=seed),
     )
 
+    if found_precision.activations == "float16":
+        progress("looking for activations beyond float16")
+        _require_float16_range(opened, max_length=max_length, seed=seed)
     progress("exporting to ONNX")
     exported = torch_to_onnx(CachedDecoder(opened.model, max_length=max_length), decoder_signature(config))
     with bundle_folder(out, force=force) as folder:
@@ -123,6 +133,17 @@ def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, se
     length = min(NUM_CALIBRATION_IDS, max_length)
     ids = text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
     return activation_ranges(opened.model, ids)
+
+
+def _require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -> None:
+    """Refuse a model whose activations on the parity text pass float16's largest number; names the first layer."""
+    ids = parity_ids(opened.model.config, opened.tokenizer_json, max_length=max_length, seed=seed)
+    for name, peak in activation_peaks(opened.model, ids).items():
+        if not peak <= FLOAT16_MAX:
+            raise TargetError(
+                f"{name_site(name)} reaches {peak:.4g} on the parity text, beyond float16's {FLOAT16_MAX:.0f}: the "
+                "logits would be NaN; export with --precision bf16"
+            )
 
 
 def _cache_dtype(kv_cache: str, activations: DType) -> DType:

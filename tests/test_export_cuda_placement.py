@@ -7,11 +7,12 @@ from pathlib import Path
 import cuda_stubs
 import onnx_ir as ir
 import pytest
+import torch
 from tiny_models import tiny_configs, tiny_model
 
 from graphport.export.model_export import export
 from graphport.export.pipeline import PASSES
-from graphport.export.targets import CUDA
+from graphport.export.targets import CUDA, TargetError
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.runtime.session import SHAPE_OPS
 
@@ -57,6 +58,17 @@ def test_every_node_that_computes_is_placed_on_cuda(kind: str, graph: Graphs, st
     assert placement.cuda.get("GroupQueryAttention", 0) == (0 if kind == "head_dim_20" else 2)
 
 
+@pytest.mark.real
+@pytest.mark.parametrize("precision", ["fp16", "int4"])
+def test_every_node_of_smollm2_is_placed_on_cuda(
+    precision: str, smollm2_gguf: Path, tmp_path: Path, stubs: Path
+) -> None:
+    bundle = export(smollm2_gguf, tmp_path / "bundle", target="cuda", precision=precision, context=256, verify=False)
+    placement = cuda_stubs.place(bundle.path / GRAPH_FILE, stubs, enable_cuda_graph="1")
+    assert placement.cpu == {}
+    assert placement.cuda["GroupQueryAttention"] == 30
+
+
 def test_capture_as_a_cuda_graph_is_accepted(graph: Graphs, stubs: Path) -> None:
     assert cuda_stubs.place(graph("qk_norm", "fp16"), stubs, enable_cuda_graph="1").cpu == {}
 
@@ -89,3 +101,13 @@ def test_an_unknown_provider_option_is_refused_by_name(graph: Graphs, stubs: Pat
 def test_the_norms_move_inside_after_attention_is_lowered() -> None:
     names = [graph_pass.__name__ for graph_pass in PASSES]
     assert names.index("lower_attention") < names.index("fuse_qk_norm") < names.index("lower_norm")
+
+
+def test_b50_activations_beyond_float16_are_refused_with_the_layer(tmp_path: Path) -> None:
+    model = tiny_model(CONFIGS["grouped_query"])
+    with torch.no_grad():
+        model.layers[1].feed_forward.down.weight.mul_(3e4)
+    with pytest.raises(TargetError, match=r"layer 1 feed_forward.down reaches .* beyond float16's 65504.*bf16"):
+        export(model, tmp_path / "fp16", target="cuda", precision="fp16", verify=False)
+    assert not list(tmp_path.iterdir())
+    export(model, tmp_path / "bf16", target="cuda", precision="bf16", verify=False)
