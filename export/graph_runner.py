@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from graphport.export.targets import CPU
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import (
     INPUT_IDS,
@@ -32,7 +33,7 @@ class GraphRunner:
         options.log_severity_level = _ERRORS_ONLY
         level = ort.GraphOptimizationLevel
         options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-        self._session = ort.InferenceSession(str(path.resolve()), options, providers=["CPUExecutionProvider"])
+        self._session = ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
         self._config = config
 
     def logits(self, ids: Sequence[int], *, chunks: Sequence[int] = ()) -> NDArray[np.float32]:

@@ -55,8 +55,12 @@ def lower_linear(model: ir.Model, plan: CompilePlan) -> PassReport:
         assert weight.name is not None
         if weight.name not in blocks:
             blocks[weight.name] = _register_blocks(model, weight, bits, plan)
-        (_lower_quantized if is_linear else _lower_embedding)(model, node, *blocks[weight.name], plan)
-        fused.append(site if is_linear else f"{site} lookup")
+        if is_linear:
+            _lower_quantized(node, *blocks[weight.name], accuracy_level=plan.target.accuracy_level)
+            fused.append(site)
+        else:
+            _lower_embedding(model.graph, node, *blocks[weight.name])
+            fused.append(f"{site} lookup")
     return PassReport(rule="linear", fused=tuple(fused), missed=tuple(missed))
 
 
@@ -107,12 +111,7 @@ def _register_blocks(
 
 
 def _lower_quantized(
-    model: ir.Model,  # noqa: ARG001 - one signature with _lower_embedding
-    node: ir.Node,
-    packed: ir.Value,
-    scales: ir.Value,
-    quantized: BlockQuantized,
-    plan: CompilePlan,
+    node: ir.Node, packed: ir.Value, scales: ir.Value, quantized: BlockQuantized, *, accuracy_level: int | None
 ) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "K": quantized.width,
@@ -120,8 +119,8 @@ def _lower_quantized(
         "bits": quantized.bits,
         "block_size": WEIGHT_BLOCK,
     }
-    if plan.target.accuracy_level is not None:
-        attributes["accuracy_level"] = plan.target.accuracy_level
+    if accuracy_level is not None:
+        attributes["accuracy_level"] = accuracy_level
     name = node.name or "matmul"
     kernel = new_node(node, "MatMulNBits", [node.inputs[0], packed, scales], attributes, domain=CONTRIB, name=name)
     replace_value(node.outputs[0], kernel.outputs[0])
@@ -129,15 +128,10 @@ def _lower_quantized(
 
 
 def _lower_embedding(
-    model: ir.Model,
-    node: ir.Node,
-    packed: ir.Value,
-    scales: ir.Value,
-    quantized: BlockQuantized,
-    plan: CompilePlan,  # noqa: ARG001 - one signature with _lower_quantized
+    graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, quantized: BlockQuantized
 ) -> None:
     rows = int(quantized.packed.shape[0])
-    shape = add_constant(model.graph, "embedding_table_shape", ir.tensor(np.array([rows, -1], np.int64)))
+    shape = add_constant(graph, "embedding_table_shape", ir.tensor(np.array([rows, -1], np.int64)))
     table = new_node(node, "Reshape", [packed, shape], name="embedding_table")
     attributes: dict[str, int | float | str | list[int]] = {
         "bits": quantized.bits,
@@ -156,7 +150,7 @@ def _lower_embedding(
     result = kernel.outputs[0]
     if quantized.width % WEIGHT_BLOCK:
         starts, ends, axes = (
-            add_constant(model.graph, f"embedding_slice_{key}", ir.tensor(np.array([value], np.int64)))
+            add_constant(graph, f"embedding_slice_{key}", ir.tensor(np.array([value], np.int64)))
             for key, value in (("start", 0), ("end", quantized.width), ("axis", -1))
         )
         result = new_node(node, "Slice", [result, starts, ends, axes], name="embedding_slice").outputs[0]

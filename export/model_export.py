@@ -106,7 +106,7 @@ def export(
             require_passed(checks)
         progress("compiling the graph")
         reports = compile_graph(exported, plan)
-        require_fusions(reports, {rule: None if n == "all" else n for rule, n in (require_fused or {}).items()})
+        require_fusions(reports, require_fused or {})
         write_graph(exported, folder)
         if verify and found_target is CPU:
             progress("parity of the bundle")
@@ -213,7 +213,7 @@ def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ..
             "target": plan.target.name,
             "precision": plan.precision.name,
             "accuracy_level": plan.target.accuracy_level,
-            "provider": "CPUExecutionProvider",
+            "provider": CPU.provider,
             "onnxruntime": onnxruntime.__version__,
             "onnx_ir": ir.__version__,
             "machine": platform.machine(),

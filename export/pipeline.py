@@ -4,6 +4,7 @@ In: an exported graph and a plan. Out: the compiled graph and a report a pass. R
 """
 
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -12,7 +13,7 @@ from graphport.export.convert_floats import convert_floats
 from graphport.export.fuse_qk_norm import fuse_qk_norm
 from graphport.export.fuse_residual_norm import fuse_residual_norm
 from graphport.export.fuse_silu import fuse_silu
-from graphport.export.graph_pass import CompilePlan, GraphPass, PassReport
+from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
@@ -34,6 +35,8 @@ PASSES: tuple[GraphPass, ...] = (
     lower_linear,
     finish_graph,
 )
+
+_MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
 
 
 class FusionError(ValueError):
@@ -96,22 +99,32 @@ def check_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int]) 
         found = counts.get(rule, 0)
         if found == wanted:
             continue
-        misses = [miss for report in reports if report.rule == rule for miss in report.missed]
-        blame = "; ".join(f"{miss.site}: needs that {miss.check}, found {miss.found}" for miss in misses[:8])
-        raise FusionError(f"rule {rule} fused {found} sites, {wanted} are called for. {blame or 'No candidate seen.'}")
+        blame = _explain_misses(_misses(reports, rule)) or "No candidate seen."
+        raise FusionError(f"rule {rule} fused {found} sites, {wanted} are called for. {blame}")
 
 
-def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | None]) -> None:
-    """Check the user's counts; None means that no candidate of the rule may be left. Raises FusionError."""
+def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | Literal["all"]]) -> None:
+    """Check the user's counts; "all" means that no candidate of the rule may be left. Raises FusionError."""
     counts = count_fusions(reports)
     for rule, wanted in required.items():
         if rule not in counts:
             raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(counts)}")
-        left = [miss for report in reports if report.rule == rule for miss in report.missed]
-        if wanted is None and (left or not counts[rule]):
-            blame = "; ".join(f"{miss.site}: needs that {miss.check}, found {miss.found}" for miss in left[:8])
+        left = _misses(reports, rule)
+        if wanted == "all" and (left or not counts[rule]):
+            blame = _explain_misses(left) or "No candidate seen."
             raise FusionError(f"rule {rule} is required everywhere; it fused {counts[rule]} sites. {blame}")
-    check_fusions(reports, {rule: wanted for rule, wanted in required.items() if wanted is not None})
+    check_fusions(reports, {rule: wanted for rule, wanted in required.items() if wanted != "all"})
+
+
+def _misses(reports: tuple[PassReport, ...], rule: str) -> list[Miss]:
+    return [miss for report in reports if report.rule == rule for miss in report.missed]
+
+
+def _explain_misses(misses: list[Miss]) -> str:
+    """The first misses in words and the number of the others; empty when there are none."""
+    parts = [f"{miss.site}: needs that {miss.check}, found {miss.found}" for miss in misses[:_MISSES_SHOWN]]
+    others = len(misses) - len(parts)
+    return "; ".join([*parts, f"and {others} more"] if others else parts)
 
 
 def count_fusions(reports: tuple[PassReport, ...]) -> dict[str, int]:

@@ -170,7 +170,7 @@ REPORTS = (
 
 
 def test_required_counts_are_checked_with_the_value_to_blame() -> None:
-    require_fusions(REPORTS, {"silu": 1, "norm": None})
+    require_fusions(REPORTS, {"silu": 1, "norm": "all"})
     check_fusions(REPORTS, {"silu": 1})
     with pytest.raises(
         FusionError, match=r"rule silu fused 1 sites, 2 are called for. layer 1: needs that it is so, found not so"
@@ -179,7 +179,7 @@ def test_required_counts_are_checked_with_the_value_to_blame() -> None:
     with pytest.raises(FusionError, match=r"rule norm fused 1 sites, 0 are called for. No candidate seen"):
         check_fusions(REPORTS, {"norm": 0})
     with pytest.raises(FusionError, match=r"rule silu is required everywhere; it fused 1 sites. layer 1: needs"):
-        require_fusions(REPORTS, {"silu": None})
+        require_fusions(REPORTS, {"silu": "all"})
     with pytest.raises(FusionError, match="no rule is called 'sillu'; the rules are silu, norm"):
         require_fusions(REPORTS, {"sillu": 1})
 
