@@ -42,11 +42,12 @@ class Bundle:
 def check_destination(out: Path, *, force: bool) -> None:
     """Raise BundleError when `out` is taken: an earlier bundle needs `force`, anything else is never replaced.
 
-    Also when the folder that `out` is to be made in is none or cannot be written.
+    Also when the folder that `out` would be made in is not one or is not writable.
     """
     place = next(folder for folder in out.absolute().parents if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
-        raise BundleError(f"{out} cannot be made: {place} is {'not writable' if place.is_dir() else 'no folder'}")
+        obstacle = "not writable" if place.is_dir() else "no folder"
+        raise BundleError(f"{out} cannot be made: {place} is {obstacle}; choose another OUT")
     if not out.exists() and not out.is_symlink():
         return
     if out.is_dir() and not any(out.iterdir()):

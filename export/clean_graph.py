@@ -25,7 +25,7 @@ _FOLD_INPUT_LIMIT = 1 << 20  # elements: norm weights and rotary tables fold, ma
 
 
 def clean_graph(model: ir.Model, plan: CompilePlan | None = None) -> PassReport:  # noqa: ARG001 - the shape of a pass
-    """Fold constants, drop identities, repeated and dead nodes."""
+    """Fold constants, drop identities, repeated and dead nodes. Any graph may be cleaned; a plan changes nothing."""
     before = len(model.graph)
     outputs = [value.name for value in model.graph.outputs]
     _keep_weight_names(model.graph)

@@ -42,6 +42,7 @@ def torch_to_onnx(module: nn.Module, signature: Signature) -> ir.Model:
     with _in_eval_mode(module), torch.no_grad(), _quiet_exporter():
         try:
             exported = torch.export.export(_Positional(module), examples, dynamic_shapes=(axes,), strict=False)
+        # torch 2.13 exports its UserError under no public name
         except (torch._dynamo.exc.UserError, ValueError, RuntimeError) as error:
             raise ExportError(_explain(error, signature.inputs)) from error
         program = torch.onnx.export(
@@ -76,7 +77,10 @@ class _Positional(nn.Module):
 def _example_sizes(specs: tuple[TensorSpec, ...]) -> dict[str, int]:
     names = dict.fromkeys(dim for spec in specs for dim in spec.shape if isinstance(dim, str))
     if len(names) > len(_EXAMPLE_SIZES):
-        raise ExportError(f"{len(names)} dynamic dimensions ({', '.join(names)}); at most {len(_EXAMPLE_SIZES)}")
+        raise ExportError(
+            f"{len(names)} dynamic dimensions ({', '.join(names)}), at most {len(_EXAMPLE_SIZES)} can be told apart; "
+            "give the others a fixed size"
+        )
     return dict(zip(names, _EXAMPLE_SIZES, strict=False))
 
 
