@@ -1,6 +1,7 @@
 """The whole way from a source to a bundle on disk.
 
-In: what the user named and asked for. Out: a `Bundle` whose folder appears only when every check passed.
+In: what the user named and asked for. Out: a `Bundle` whose folder appears only when every check passed. It orders the
+steps and computes none of them.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
-from graphport.export.targets import CPU, Precision, TargetError, find_target
+from graphport.export.targets import CPU, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
@@ -80,25 +81,17 @@ def export(
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
-    config = opened.model.config
-    max_length, notes = _context(config, context)
-    check_can_decode(config, max_length)
-    plan = CompilePlan(
-        config=config,
-        target=found_target,
-        precision=found_precision,
-        max_length=max_length,
-        activation_ranges=_calibrate(opened, found_precision, max_length=max_length, seed=seed),
-    )
+    plan, notes = _plan(opened, found_target, found_precision, context=context, seed=seed)
 
     if found_precision.activations == "float16":
         progress("looking for activations beyond float16")
-        _require_float16_range(opened, max_length=max_length, seed=seed)
+        _require_float16_range(opened, max_length=plan.max_length, seed=seed)
     progress("exporting to ONNX")
-    exported = torch_to_onnx(CachedDecoder(opened.model, max_length=max_length), decoder_signature(config))
+    decoder = CachedDecoder(opened.model, max_length=plan.max_length)
+    exported = torch_to_onnx(decoder, decoder_signature(plan.config))
     with bundle_folder(out, force=force) as folder:
         checks: tuple[Check, ...] = ()
-        ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
+        ids = parity_ids(plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed)
         if verify:
             progress("running eager PyTorch")
             reference = eager_logits(opened.model, ids)
@@ -124,6 +117,23 @@ def export(
         certificate=checks,
         notes=(*opened.notes, *notes),
     )
+
+
+def _plan(
+    opened: SourceModel, target: Target, precision: Precision, *, context: int | None, seed: int
+) -> tuple[CompilePlan, tuple[str, ...]]:
+    """What to compile, checked against what the model can decode, and notes."""
+    config = opened.model.config
+    max_length, notes = _context(config, context)
+    check_can_decode(config, max_length)
+    plan = CompilePlan(
+        config=config,
+        target=target,
+        precision=precision,
+        max_length=max_length,
+        activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
+    )
+    return plan, notes
 
 
 def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:
