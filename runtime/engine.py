@@ -82,7 +82,7 @@ class Engine:
             is_last = begin + len(ids) == len(sequence.prompt_ids)
             if is_last or sequence.wants_all_logits:
                 sequence.accept(logits)
-        except Exception as error:
+        except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             sequence.fail(error)
             is_last = True
         if sequence.is_finished:
@@ -104,13 +104,13 @@ class Engine:
             longest = self.cache.lengths[: len(rows)].max()
             self._fail([row for slot, row in enumerate(rows) if self.cache.lengths[slot] == longest], error)
             return
-        except Exception as error:
+        except Exception as error:  # as above: every owner of a row of this step raises it
             self._fail(rows, error)
             return
         for slot, sequence in enumerate(rows):
             try:
                 sequence.accept(logits[slot : slot + 1])
-            except Exception as error:
+            except Exception as error:  # as above: this row's alone
                 sequence.fail(error)
         for sequence in rows:
             if sequence.is_finished:
