@@ -5,7 +5,6 @@ In: a compiled graph and what belongs to it. Out: a folder that appears whole or
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphport.export.parity import Check
+from graphport.model_def.checkpoint_record import hash_file
 from graphport.model_def.signature import GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest
 
 # Weights above this go to the data file; a graph of matrices this small stays far below protobuf's 2 GiB.
@@ -110,9 +110,3 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     return {
         path.name: FileRecord(size=path.stat().st_size, sha256=hash_file(path)) for path in sorted(folder.iterdir())
     }
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

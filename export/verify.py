@@ -6,13 +6,13 @@ In: a bundle folder and, for the comparison with eager PyTorch, its source. Out:
 from collections.abc import Callable
 from pathlib import Path
 
-from graphport.export.bundle import hash_file
 from graphport.export.certify import certify_bundle, eager_logits, parity_ids, pieces
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import GraphRunner
 from graphport.export.parity import Check, check, compare
 from graphport.export.source import open_source
 from graphport.export.targets import CPU, TargetError, find_target
+from graphport.model_def.checkpoint_record import hash_file
 from graphport.model_def.signature import GRAPH_FILE, TOKENIZER_FILE, Manifest, read_manifest
 
 

@@ -4,8 +4,10 @@ In: the tensors a file holds and the ones a configuration needs. Out: `Checkpoin
 It reads no weights (see `huggingface.py`, `gguf.py`).
 """
 
+import difflib
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +63,31 @@ def account_for_tensors(where: str, *, found: Mapping[str, Shape], needed: Mappi
         problems.append(f"wrong shape: {'; '.join(wrong)}")
     if problems:
         raise CheckpointError(f"{where}: tensors do not match the configuration; {'; '.join(problems)}")
+
+
+def stored_name(name: str, *, outer: Mapping[str, str], blocks: str, modules: Mapping[str, str]) -> str:
+    """A format's name of our parameter `name`.
+
+    `outer` maps whole names outside the blocks; a layer's parameter is `blocks`, its number, its module by `modules`,
+    and weight or bias: "blocks.3.attention.query.weight" to "blk.3.attn_q.weight".
+    """
+    if name in outer:
+        return outer[name]
+    _, layer, rest = name.split(".", 2)
+    module, _, kind = rest.rpartition(".")
+    return f"{blocks}.{layer}.{modules[module]}.{kind}"
+
+
+def name_known(name: object, known: Sequence[str]) -> str:
+    """The end of a refusal: "known are ..." and which of them look like `name`."""
+    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
+    return f"known are {', '.join(known)}" + (f"; nearest: {', '.join(near)}" if near else "")
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def as_float32(name: str, tensor: torch.Tensor) -> torch.Tensor:

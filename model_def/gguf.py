@@ -4,7 +4,6 @@ In: a .gguf file. Out: configuration, float32 weights in our names and row order
 The container is read by `gguf_file.py`, metadata becomes a configuration in `gguf_config.py`.
 """
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from graphport.model_def.checkpoint_record import (
     as_float32,
     end_ids,
     first_id,
+    hash_file,
+    stored_name,
 )
 from graphport.model_def.config import AttentionConfig, TransformerConfig
 from graphport.model_def.gguf_config import IGNORED_TENSORS, ROPE_TENSORS, read_gguf_config
@@ -65,14 +66,15 @@ def load_gguf(path: Path) -> Checkpoint:
         config, notes = read_gguf_config(file)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    names = {name: gguf_name(name) for name in parameter_shapes(config)}
+    names = {
+        name: stored_name(name, outer=_OUTER_NAMES, blocks="blk", modules=_BLOCK_NAMES)
+        for name in parameter_shapes(config)
+    }
     _account(file, config, names)
     generation = _generation(file, config.vocab_size, notes)
     tokenizer = tokenizer_json(file.metadata, where=str(path), vocab_size=config.vocab_size)
     if tokenizer is None:
         notes.append("the file has no vocabulary; text cannot be encoded")
-    with path.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     return Checkpoint(
         config=config,
         weights=_read_weights(file, config, names),
@@ -80,18 +82,9 @@ def load_gguf(path: Path) -> Checkpoint:
         tokenizer_json=tokenizer,
         chat_template=chat_template(file.metadata),
         special_tokens=special_tokens(file.metadata),
-        source={"format": "gguf", "name": path.name, "sha256": sha256},
+        source={"format": "gguf", "name": path.name, "sha256": hash_file(path)},
         notes=tuple(notes),
     )
-
-
-def gguf_name(name: str) -> str:
-    """GGUF's name of our parameter `name`."""
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    module, _, kind = rest.rpartition(".")
-    return f"blk.{layer}.{_BLOCK_NAMES[module]}.{kind}"
 
 
 def restored_rows(attention: AttentionConfig, num_heads: int) -> torch.Tensor:

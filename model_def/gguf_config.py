@@ -4,12 +4,11 @@ In: a parsed `GgufFile`. Out: a `TransformerConfig` and notes. Every key under t
 named list, or refused. It reads no weights but the small rotary factor tensors.
 """
 
-import difflib
 import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.position_config import (
@@ -138,9 +137,7 @@ def _architecture(file: GgufFile) -> Architecture:
         if architecture.name == name:
             return architecture
     known = [architecture.name for architecture in ARCHITECTURES]
-    near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    raise CheckpointError(f"{file.path}: architecture {name!r} is not read; known are {', '.join(known)}{hint}")
+    raise CheckpointError(f"{file.path}: architecture {name!r} is not read; {name_known(name, known)}")
 
 
 def _check_keys(keys: _Keys) -> list[str]:

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from graphport.model_def.checkpoint_record import Checkpoint, CheckpointError, account_for_tensors, read_json
+from graphport.model_def.checkpoint_record import (
+    Checkpoint,
+    CheckpointError,
+    account_for_tensors,
+    read_json,
+    stored_name,
+)
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.huggingface_config import read_config
 from graphport.model_def.huggingface_tokenizer import (
@@ -122,18 +128,13 @@ def _decide_head(folder: Path, values: Mapping[str, Any], files: WeightFiles) ->
 
 def _stored_names(config: TransformerConfig, files: WeightFiles) -> dict[str, str]:
     """Our parameter names to the checkpoint's."""
-    names = {name: _stored_name(name) for name in parameter_shapes(config)}
+    names = {
+        name: stored_name(name, outer=_OUTER_NAMES, blocks="model.layers", modules=_BLOCK_NAMES)
+        for name in parameter_shapes(config)
+    }
     if config.head == "tied" and _EMBEDDING not in files.tensors and _HEAD in files.tensors:
         names["embedding.weight"] = _HEAD
     return names
-
-
-def _stored_name(name: str) -> str:
-    if name in _OUTER_NAMES:
-        return _OUTER_NAMES[name]
-    _, layer, rest = name.split(".", 2)
-    module, _, kind = rest.rpartition(".")
-    return f"model.layers.{layer}.{_BLOCK_NAMES[module]}.{kind}"
 
 
 def _account(folder: Path, config: TransformerConfig, names: Mapping[str, str], files: WeightFiles) -> list[str]:

@@ -4,12 +4,11 @@ In: a parsed config.json. Out: a `TransformerConfig` whose head is still undecid
 Every key is read, on the list of keys that do not change the computation, or refused by name.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import (
     Activation,
     AttentionConfig,
@@ -160,9 +159,7 @@ def _family(model_type: object) -> Family:
         if family.model_type == model_type:
             return family
     known = [family.model_type for family in FAMILIES]
-    near = difflib.get_close_matches(str(model_type), known, n=2, cutoff=0.5)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    raise CheckpointError(f"config.json: model_type {model_type!r} is not read; known are {', '.join(known)}{hint}")
+    raise CheckpointError(f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}")
 
 
 def _check_keys(values: Values, family: Family) -> list[str]:

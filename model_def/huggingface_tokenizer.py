@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from graphport.model_def.checkpoint_record import CheckpointError, end_ids, first_id, read_json
-from graphport.model_def.signature import GenerationDefaults
+from graphport.model_def.signature import SPECIAL_TOKEN_NAMES, GenerationDefaults
 
 TOKENIZER_FILE = "tokenizer.json"
 _SLOW_FILES = ("tokenizer.model", "vocab.json")
-
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 Values = Mapping[str, Any]  # parsed JSON
 
@@ -70,7 +68,7 @@ def read_chat_template(folder: Path) -> str | None:
 def read_special_tokens(folder: Path) -> dict[str, str]:
     """Texts of the special tokens that tokenizer_config.json names: bos_token, eos_token, ..."""
     config = read_json(folder / "tokenizer_config.json")
-    entries = {name: config.get(name) for name in SPECIAL_TOKENS}
+    entries = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
     texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in entries.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from graphport.model_def.checkpoint_record import CheckpointError, Shape, as_float32
+from graphport.model_def.checkpoint_record import CheckpointError, Shape, as_float32, hash_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,10 +56,7 @@ class WeightFiles:
 
     def sha256(self) -> str:
         """SHA-256 of the file (several: of their hashes, one hex line each, in name order)."""
-        hashes = []
-        for file in self.files:
-            with file.open("rb") as stream:
-                hashes.append(hashlib.file_digest(stream, "sha256").hexdigest())
+        hashes = [hash_file(file) for file in self.files]
         if len(hashes) == 1:
             return hashes[0]
         return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

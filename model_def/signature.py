@@ -25,6 +25,7 @@ WEIGHTS_FILE = "model.onnx.data"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # the texts of the special tokens, for chat templates
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FUSIONS_FILE = "fusions.json"
 CERTIFICATE_FILE = "certificate.json"
 

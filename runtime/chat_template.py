@@ -11,10 +11,10 @@ from typing import Any
 import jinja2
 from jinja2 import meta
 
+from graphport.model_def.signature import SPECIAL_TOKEN_NAMES
 from graphport.runtime.template_sandbox import Budget, TemplateSandbox
 from graphport.runtime.template_sizes import require_size
 
-SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # the standard name first, as in `transformers`
 _MAX_DEPTH = 64  # of lists and mappings inside a message
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.stop_strings import StopStrings
-from graphport.runtime.tokenizer import TextStream
+from graphport.runtime.text_stream import TextStream
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

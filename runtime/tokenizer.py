@@ -12,11 +12,9 @@ from typing import Any
 
 import tokenizers
 
-from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from graphport.runtime.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, ChatTemplateError
+from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
 from graphport.runtime.text_stream import TextStream
-
-__all__ = ["TOKENIZER_CONFIG_FILE", "ChatTemplateError", "TextStream", "Tokenizer"]
 
 
 class Tokenizer:

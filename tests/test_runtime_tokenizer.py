@@ -13,7 +13,8 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from graphport.runtime.tokenizer import ChatTemplateError, Tokenizer
+from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.tokenizer import Tokenizer
 
 HARD_TEXTS = (
     "family 👨‍👩‍👧‍👦 and 👩🏽‍🚀",
