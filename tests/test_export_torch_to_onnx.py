@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from parity import TOLERANCES
 from tiny_graphs import (
     CONFIGS,
     count_ops,
@@ -24,10 +25,9 @@ from tiny_graphs import (
 from torch import Tensor, nn
 
 from graphport.export.clean_graph import clean_graph
-from graphport.export.parity import TOLERANCES
 from graphport.export.torch_to_onnx import IR_VERSION, OPSET, ExportError, torch_to_onnx
 
-TOLERANCE = TOLERANCES["exported", "max_abs"]
+TOLERANCE = TOLERANCES["exported", "float32"]
 SHAPES = ((1, 1), (1, 7), (3, 2), (5, 33))
 HEADS, WIDTH = 4, 24
 
@@ -192,7 +192,7 @@ def test_b05_eval_mode_is_for_the_export_alone() -> None:
     assert np.array_equal(first, second)
     with torch.inference_mode():
         assert np.abs(first - module.eval()(torch.from_numpy(x)).numpy()).max() <= TOLERANCE
-        assert np.abs(first - module.train()(torch.from_numpy(x)).numpy()).max() > TOLERANCE
+        assert np.abs(first - module.train()(torch.from_numpy(x)).numpy()).max() > 5 * TOLERANCE
 
 
 def test_b05_modes_come_back_after_a_failed_export() -> None:
@@ -269,7 +269,7 @@ def test_a_shifted_position_and_swapped_heads_are_seen(shift: str) -> None:
     wanted = eager_step(tiny_model("llama"), feed)
     broken = {**feed, shift: feed[shift] - 1 if shift == "seqlens_k" else feed[shift][:, ::-1]}
     found = run_graph(exported("llama"), broken)["logits"]
-    assert np.abs(found - wanted["logits"]).max() > 100 * TOLERANCE
+    assert np.abs(found - wanted["logits"]).max() > 500 * TOLERANCE
 
 
 def test_b89_opset_and_ir_version_are_what_onnx_runtime_accepts() -> None:

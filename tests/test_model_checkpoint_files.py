@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import RELATIVE_TOLERANCE, edit_json, make_model, relative_difference, save_folder, token_ids
+from parity import RELATIVE_TOLERANCES
+from tiny_checkpoints import edit_json, make_model, relative_difference, save_folder, token_ids
 
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+
+TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -46,7 +49,7 @@ def _shard_names(folder: Path) -> list[str]:
 
 def test_b76_shards_by_their_index_equal_the_model(shards: Path) -> None:
     checkpoint = load_checkpoint(shards)
-    assert relative_difference(checkpoint, make_model("llama"), token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, make_model("llama"), token_ids(12)) < TOLERANCE
 
 
 def test_b76_missing_and_renamed_shards_are_listed_before_any_weight_is_read(
@@ -74,7 +77,7 @@ def test_b76_an_index_that_names_only_some_shards_lacks_their_tensors(shards: Pa
 def test_b76_shards_without_an_index_are_read_together_and_noted(shards: Path) -> None:
     (shards / _INDEX).unlink()
     checkpoint = load_checkpoint(shards)
-    assert relative_difference(checkpoint, make_model("llama"), token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, make_model("llama"), token_ids(12)) < TOLERANCE
     assert any("read together: model-00001-of-" in note for note in checkpoint.notes)
 
 

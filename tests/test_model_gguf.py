@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from gguf.constants import GGMLQuantizationType, RopeScalingType
+from parity import RELATIVE_TOLERANCES
 from tiny_checkpoints import (
     LLAMA3,
-    RELATIVE_TOLERANCE,
     finish,
     llama3_divisors,
     make_model,
@@ -29,6 +29,8 @@ from tiny_checkpoints import (
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.gguf_file import read_gguf_file
 from graphport.model_def.position_config import FrequencyFactors, LinearScaling, LongRopeScaling, YarnScaling
+
+TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 _KIND = GGMLQuantizationType
 
@@ -57,14 +59,14 @@ def test_b74_llama_rows_are_restored_exactly_for_every_heads_and_kv_heads(
     ):
         expected = stored[f"model.layers.{layer}.self_attn.{theirs}.{kind}"]
         assert torch.equal(checkpoint.weights[f"blocks.{layer}.attention.{ours}.{kind}"], expected)
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
 
 
 def test_b74_rows_left_permuted_are_rejected_by_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphport.model_def.gguf._PERMUTED", ())
     model = make_model("llama")
     checkpoint = load_checkpoint(write_gguf(tmp_path / "tiny.gguf", model))
-    assert relative_difference(checkpoint, model, token_ids(12)) > 100 * RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
@@ -80,7 +82,7 @@ def test_b73_logits_equal_the_source_model_for_permuted_and_unpermuted_families(
     original = _weights(model)
     checkpoint = load_checkpoint(write_gguf(tmp_path / "tiny.gguf", model, kind=_KIND[kind]))
     assert checkpoint.config.blocks[0].attention.qkv_bias == (model_type == "qwen2")
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
     changed = any(
         not torch.equal(before, after)
         for before, after in zip(original.values(), _weights(model).values(), strict=True)
@@ -97,7 +99,7 @@ def test_b73_forgotten_biases_are_rejected_by_parity(tmp_path: Path) -> None:
         broken = dataclasses.replace(checkpoint, weights=weights)
         difference = relative_difference(broken, model, token_ids(12))
         # a key bias without rotation shifts every score alike; with it, it must show
-        assert difference > 100 * RELATIVE_TOLERANCE
+        assert difference > 100 * TOLERANCE
 
 
 def test_qwen3_with_norms_and_a_tied_head_equals_its_source(tmp_path: Path) -> None:
@@ -105,7 +107,7 @@ def test_qwen3_with_norms_and_a_tied_head_equals_its_source(tmp_path: Path) -> N
     checkpoint = load_checkpoint(write_gguf(tmp_path / "tiny.gguf", model))
     assert checkpoint.config.head == "tied"
     assert checkpoint.config.blocks[0].attention.qk_norm is not None
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
 
 
 def test_f32_is_exact(tmp_path: Path) -> None:
@@ -125,9 +127,9 @@ def test_b37_a_rope_freqs_tensor_gives_llama3s_frequencies_at_every_position(tmp
     rotary = checkpoint.config.blocks[0].attention.rotary
     assert rotary is not None
     assert isinstance(rotary.scaling, FrequencyFactors)
-    assert relative_difference(checkpoint, model, token_ids(128)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(128)) < TOLERANCE
     without = load_checkpoint(write_gguf(tmp_path / "without.gguf", model))
-    assert relative_difference(without, model, token_ids(128)) > 100 * RELATIVE_TOLERANCE
+    assert relative_difference(without, model, token_ids(128)) > 100 * TOLERANCE
 
 
 def _add_yarn(writer: gguf.GGUFWriter) -> None:
@@ -187,7 +189,7 @@ def test_rope_scaling_metadata_equals_transformers_on_both_sides_of_its_switch(
     assert read is not None
     assert isinstance(read.scaling, kind)
     for length in (12, 40):
-        assert relative_difference(checkpoint, model, token_ids(length)) < RELATIVE_TOLERANCE
+        assert relative_difference(checkpoint, model, token_ids(length)) < TOLERANCE
 
 
 def test_a_sliding_window_equals_transformers(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_a_sliding_window_equals_transformers(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", model, edit=lambda writer: writer.add_sliding_window(5))
     checkpoint = load_checkpoint(path)
     assert [block.attention.window for block in checkpoint.config.blocks] == [5, 5]
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
 
 
 def test_a_sliding_window_pattern_is_read_per_layer(tmp_path: Path) -> None:
@@ -237,7 +239,7 @@ def test_a_partial_rotation_restores_the_rotary_rows_only(tmp_path: Path) -> Non
     config = dataclasses.replace(partial.config, blocks=tuple(blocks))
     expected = our_logits(config, weights, token_ids(12))
     actual = our_logits(partial.config, partial.weights, token_ids(12))
-    assert float((actual - expected).abs().max() / expected.abs().max()) < RELATIVE_TOLERANCE
+    assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
 @pytest.mark.parametrize(

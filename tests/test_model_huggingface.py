@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity import RELATIVE_TOLERANCES
 from tiny_checkpoints import (
     LLAMA3,
     LONGROPE,
-    RELATIVE_TOLERANCE,
     YARN,
     edit_json,
     make_model,
@@ -21,6 +21,8 @@ from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.position_config import (
     Llama3Scaling,
 )
+
+TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 
@@ -66,7 +68,7 @@ def test_every_variant_equals_transformers_on_both_sides_of_its_switch(variant: 
     model = make_model(changes.pop("model_type"), **changes)
     checkpoint = load_checkpoint(save_folder(tmp_path, model))
     for length in (12, 40):  # 16 is the original length of the scaled ones
-        assert relative_difference(checkpoint, model, token_ids(length)) < RELATIVE_TOLERANCE
+        assert relative_difference(checkpoint, model, token_ids(length)) < TOLERANCE
 
 
 @pytest.mark.parametrize("variant", ["dynamic", "longrope", "yarn", "llama3", "linear"])
@@ -81,7 +83,7 @@ def test_parity_rejects_a_forgotten_scaling(variant: str, tmp_path: Path) -> Non
         blocks.append(dataclasses.replace(block, attention=dataclasses.replace(block.attention, rotary=rotary)))
     config = dataclasses.replace(checkpoint.config, blocks=tuple(blocks))
     broken = dataclasses.replace(checkpoint, config=config)
-    assert relative_difference(broken, model, token_ids(40)) > 100 * RELATIVE_TOLERANCE
+    assert relative_difference(broken, model, token_ids(40)) > 100 * TOLERANCE
 
 
 def test_parity_rejects_swapped_matrices_and_a_window_off_by_one(tmp_path: Path) -> None:
@@ -91,11 +93,11 @@ def test_parity_rejects_swapped_matrices_and_a_window_off_by_one(tmp_path: Path)
     gate, up = "blocks.0.feed_forward.gate.weight", "blocks.0.feed_forward.up.weight"
     weights[gate], weights[up] = weights[up], weights[gate]
     swapped = dataclasses.replace(checkpoint, weights=weights)
-    assert relative_difference(swapped, model, token_ids(12)) > 100 * RELATIVE_TOLERANCE
+    assert relative_difference(swapped, model, token_ids(12)) > 100 * TOLERANCE
     block = checkpoint.config.blocks[0]
     block = dataclasses.replace(block, attention=dataclasses.replace(block.attention, window=6))
     wider = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=(block, block)))
-    assert relative_difference(wider, model, token_ids(12)) > 100 * RELATIVE_TOLERANCE
+    assert relative_difference(wider, model, token_ids(12)) > 100 * TOLERANCE
 
 
 def test_b31_an_explicit_head_dim_wins_over_hidden_over_heads(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ def test_b31_an_explicit_head_dim_wins_over_hidden_over_heads(tmp_path: Path) ->
     attention = checkpoint.config.blocks[0].attention
     assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 32)
     assert checkpoint.weights["blocks.0.attention.output.weight"].shape == (64, 128)
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 4), (4, 8), (4, 0)])
@@ -133,7 +135,7 @@ def test_b37_llama3_scaling_is_read_and_equals_transformers_at_every_position(tm
     assert rotary.scaling == Llama3Scaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16
     )
-    assert relative_difference(checkpoint, model, token_ids(128)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(128)) < TOLERANCE
 
 
 def _respell(config: dict[str, Any], form: str) -> None:
@@ -156,7 +158,7 @@ def test_b38_every_spelling_of_theta_and_scaling_equals_transformers(form: str, 
     model = make_model("llama", rope_parameters=LLAMA3 | {"rope_theta": 500000.0})
     folder = save_folder(tmp_path, model)
     edit_json(folder / "config.json", lambda config: _respell(config, form))
-    assert relative_difference(load_checkpoint(folder), model, token_ids(40)) < RELATIVE_TOLERANCE
+    assert relative_difference(load_checkpoint(folder), model, token_ids(40)) < TOLERANCE
 
 
 def test_b38_a_missing_theta_is_an_announced_default(tmp_path: Path) -> None:

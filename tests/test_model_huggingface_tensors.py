@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from parity import RELATIVE_TOLERANCES
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import (
-    RELATIVE_TOLERANCE,
     edit_json,
     make_model,
     relative_difference,
@@ -16,6 +16,8 @@ from tiny_checkpoints import (
 )
 
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+
+TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 
 def _folder(path: Path, model_type: str = "llama", **changes: Any) -> Path:
@@ -40,7 +42,7 @@ def test_b71_the_head_is_tied_by_config_and_tensors_together(is_tied: bool, flag
     if flag == "absent" or is_tied == (flag == "on"):
         checkpoint = load_checkpoint(folder)
         assert checkpoint.config.head == ("tied" if is_tied else "separate")
-        assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+        assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
         return
     message = "is false and lm_head.weight is missing" if is_tied else "is true, but lm_head.weight.*different tensors"
     with pytest.raises(CheckpointError, match=message):
@@ -72,7 +74,7 @@ def test_b72_only_the_head_of_a_tied_model_is_taken_as_its_embedding(tmp_path: P
     embedding = load_file(folder / "model.safetensors")[_EMBEDDING].clone()
     _edit_tensors(folder, {_EMBEDDING: None, _HEAD: embedding})
     checkpoint = load_checkpoint(folder)
-    assert relative_difference(checkpoint, model, token_ids(12)) < RELATIVE_TOLERANCE
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
     assert any("the tied lm_head.weight was taken for it" in note for note in checkpoint.notes)
 
 

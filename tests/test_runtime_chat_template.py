@@ -1,7 +1,11 @@
+"""Chat templates: the text that transformers renders, and hostile or broken templates and messages refused in time."""
+
 import time
 
 import jinja2
 import pytest
+
+# private, but what apply_chat_template gives the template: the reference is meaningless without it (transformers 5)
 from transformers.utils.chat_template_utils import _normalize_chat_messages, render_jinja_template
 
 from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError

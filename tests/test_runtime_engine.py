@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parity import TOLERANCES
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, tiny_tokenizer, write_tiny_bundle
 
 from graphport.runtime.bundle_files import open_bundle
@@ -16,7 +17,7 @@ from graphport.runtime.sequence import ScoringSequence, Sequence
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 
-TOLERANCE = 1e-4  # DESIGN.md section 5, fp32 on CPU; measured here 3e-5
+TOLERANCE = TOLERANCES["tiny bundle", "float32"]
 MAX_LENGTH = 128
 GREEDY = SamplingParams(temperature=0.0)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from parity import TOLERANCES
 from tiny_bundles import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, TinyBundle, reference_logits, write_tiny_bundle
 
 from graphport.model_def.signature import TensorSpec
@@ -18,7 +19,7 @@ from graphport.runtime.kv_cache import FIRST_CAPACITY, KVCache
 from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.session import Session
 
-TOLERANCE = 1e-4  # DESIGN.md section 5, fp32 on CPU; measured here 3e-5
+TOLERANCE = TOLERANCES["tiny bundle", "float32"]
 
 SPECS = tuple(
     TensorSpec(name=f"past_key_values.{i}.key", dtype="float32", shape=("batch", 2, "capacity", 8)) for i in range(3)

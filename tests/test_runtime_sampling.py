@@ -1,3 +1,5 @@
+"""Sampling: filters and penalties against transformers and whole sorts, random streams, refused parameters."""
+
 import dataclasses
 import itertools
 import math
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from parity import RELATIVE_TOLERANCES, assert_parity
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -92,7 +95,9 @@ def test_b108_repetition_penalty_equals_transformers_over_prompt_and_output(pena
         one = sampler(prompt, repetition_penalty=penalty, seed=seed)
         seen = [*prompt, *(one.sample(logits).token_id for _ in range(10))]
         expected = reference(torch.tensor([seen]), torch.from_numpy(logits)[None])[0].numpy()
-        np.testing.assert_allclose(one._history.penalise(logits, one._params), expected, rtol=1e-6)
+        np.testing.assert_allclose(
+            one._history.penalise(logits, one._params), expected, rtol=RELATIVE_TOLERANCES["penalty", "float32"]
+        )
     divided = np.where(np.isin(np.arange(VOCAB), seen), logits / penalty, logits)
     assert not np.allclose(divided, expected)  # dividing whatever the sign is the fault this row is about
 
@@ -173,7 +178,8 @@ def test_b112_filters_in_their_order_equal_transformers(
         scaled = scale_by_temperature(logits, temperature)
         ids, weights = surviving(scaled, top_k=top_k, top_p=top_p, min_p=min_p)
         assert ids.tolist() == np.flatnonzero(expected).tolist()
-        np.testing.assert_allclose(weights / weights.sum(), expected[ids], rtol=1e-5)
+        tolerance = RELATIVE_TOLERANCES["probability", "float32"]
+        np.testing.assert_allclose(weights / weights.sum(), expected[ids], rtol=tolerance)
 
 
 def test_b112_both_filters_apply_where_each_alone_gives_another_set() -> None:
@@ -326,7 +332,8 @@ def test_b115_sampled_frequencies_match_softmax(params: dict[str, Any]) -> None:
     probabilities = np.zeros(VOCAB)
     probabilities[kept] = weights / weights.sum(dtype=np.float64)
     if not params:
-        np.testing.assert_allclose(probabilities, np.exp(log_softmax(logits)), rtol=1e-5)
+        tolerance = RELATIVE_TOLERANCES["probability", "float32"]
+        np.testing.assert_allclose(probabilities, np.exp(log_softmax(logits)), rtol=tolerance)
     assert chi_square(ids, probabilities) < 5
     assert chi_square(ids, np.roll(probabilities, 1) + 1e-4) > 5
     assert chi_square(ids, np.exp(log_softmax(logits / np.float32(1.1)))) > 5
@@ -386,10 +393,10 @@ def test_logprobs_are_those_of_the_raw_distribution_whatever_the_filters() -> No
     expected = log_softmax(logits)
     params = {"temperature": 0.5, "top_k": 4, "repetition_penalty": 1.7, "logprobs": 5}
     sample = sampler((1, 2), seed=1, **params).sample(logits)
-    assert sample.logprob == pytest.approx(expected[sample.token_id], abs=1e-5)
+    assert_parity(sample.logprob, expected[sample.token_id], "log probability")
     order = np.argsort(-expected, kind="stable")[:5]
     assert [id_ for id_, _ in sample.top_logprobs] == order.tolist()
-    np.testing.assert_allclose([value for _, value in sample.top_logprobs], expected[order], atol=1e-5)
+    assert_parity([value for _, value in sample.top_logprobs], expected[order], "log probability")
     assert sampler(seed=1).sample(logits).top_logprobs == ()
     assert sampler(seed=1, logprobs=0).sample(logits).top_logprobs == ()
 

@@ -1,3 +1,5 @@
+"""Stop strings: the text ends where a search of the whole text would end it, however it is cut into pieces."""
+
 import random
 import time
 

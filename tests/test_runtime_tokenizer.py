@@ -1,3 +1,5 @@
+"""The tokenizer: ids and texts of the library, streams that join to the one-shot decode, damaged files refused."""
+
 import json
 import random
 import subprocess
