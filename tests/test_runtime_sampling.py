@@ -1,7 +1,5 @@
-"""Sampling: filters and penalties against transformers and whole sorts, random streams, refused parameters."""
+"""Sampling: penalties, temperature, streams of random numbers, log probabilities, logits that are none."""
 
-import dataclasses
-import itertools
 import math
 import subprocess
 import sys
@@ -12,67 +10,13 @@ import numpy as np
 import pytest
 import torch
 from parity import RELATIVE_TOLERANCES, assert_parity
+from tiny_logits import VOCAB, drawn, log_softmax, random_logits, sampler
 from transformers import (
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
-from graphport.runtime.logit_filters import highest, nucleus, scale_by_temperature, surviving
-from graphport.runtime.sampling import NonFiniteLogitsError, Sampler, SamplingParams, draw
-
-VOCAB = 37
-
-
-def random_logits(seed: int, size: int = VOCAB, scale: float = 3.0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(0, scale, size).astype(np.float32)
-
-
-def sampler(prompt: tuple[int, ...] = (), vocab: int = VOCAB, **params: object) -> Sampler:
-    return Sampler(SamplingParams(**params), prompt, vocab_size=vocab)
-
-
-def drawn(logits: np.ndarray, count: int, prompt: tuple[int, ...] = (), **params: object) -> list[int]:
-    one = sampler(prompt, vocab=len(logits), **params)
-    return [one.sample(logits).token_id for _ in range(count)]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    return torch.from_numpy(logits).double().log_softmax(0).numpy()
-
-
-def support(logits: np.ndarray, *, top_k: int | None, top_p: float, min_p: float = 0.0) -> set[int]:
-    ids, weights = surviving(scale_by_temperature(logits, 1.0), top_k=top_k or 0, top_p=top_p, min_p=min_p)
-    return set(ids[weights > 0].tolist())
-
-
-def reference_support(logits: np.ndarray, *, top_k: int | None, top_p: float, min_p: float = 0.0) -> set[int]:
-    """The documented meaning, by whole sorts in float64: ties of the k-th stay, top_p takes lower ids first."""
-    scores = logits.astype(np.float64)
-    if top_k and top_k < len(scores):
-        scores = np.where(scores >= np.sort(scores)[-top_k], scores, -np.inf)
-    probabilities = np.exp(scores - scores.max())
-    probabilities /= probabilities.sum()
-    kept = []
-    for id_ in sorted(range(len(scores)), key=lambda i: (-probabilities[i], i)):
-        if top_p < 1 and kept and probabilities[kept].sum() >= top_p - 1e-12:
-            break
-        kept.append(id_)
-    return {i for i in kept if probabilities[i] > 0 and probabilities[i] >= min_p * probabilities.max()}
-
-
-SHAPES = {
-    "uniform": np.zeros(VOCAB, np.float32),
-    "one-hot": np.where(np.arange(VOCAB) == 11, 50, -50).astype(np.float32),
-    "tied": np.repeat(np.float32([3, 2, 2, 1, 0]), [2, 3, 5, 7, 20]),
-    "random": random_logits(5),
-    "with never": np.where(np.arange(VOCAB) % 3 == 0, -np.inf, random_logits(6)).astype(np.float32),
-}
-TOP_P = (0.0, 1e-8, 1e-3, 0.3, 0.5, 0.9, 1.0)
-TOP_K = (0, 1, 2, 5, VOCAB, VOCAB + 1, None)
-
+from graphport.runtime.logit_filters import scale_by_temperature, surviving
+from graphport.runtime.sampling import NonFiniteLogitsError, SamplingParams, draw
 
 # Penalties
 
@@ -119,93 +63,6 @@ def test_a_penalty_beyond_float32_stays_a_distribution(penalty: float) -> None:
     for logits in (np.float32([3e38, -3e38, 2, -1]), np.float32([-3e38, -3e38, -2e38, -3e38])):
         penalised = np.where(logits > 0, logits.astype(float) / penalty, logits.astype(float) * penalty)
         assert drawn(logits, 3, (0, 1, 2, 3), repetition_penalty=penalty) == [int(penalised.argmax())] * 3
-
-
-# Filters
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_b110_some_id_survives_every_pair_of_filters_and_the_set_is_the_documented_one(shape: str) -> None:
-    logits = SHAPES[shape]
-    for top_k, top_p in itertools.product(TOP_K, TOP_P):
-        kept = support(logits, top_k=top_k, top_p=top_p)
-        assert kept, (top_k, top_p)
-        assert kept == reference_support(logits, top_k=top_k, top_p=top_p), (top_k, top_p)
-        assert set(drawn(logits, 20, top_k=top_k, top_p=top_p, seed=1)) <= kept
-
-
-def test_b110_filters_over_a_large_vocabulary_equal_whole_sorts() -> None:
-    for seed, scale in itertools.product(range(2), (0.01, 1.0, 4.0)):
-        logits = random_logits(seed, 20000, scale).round(2)  # rounded: many ties
-        for top_k, top_p in ((0, 0.1), (0, 0.9), (0, 0.99999), (700, 0.5), (700, 1.0)):
-            weights = np.exp(logits.astype(np.float64) - logits.max())
-            kept = np.arange(len(logits)) if not top_k else np.flatnonzero(logits >= np.sort(logits)[-top_k])
-            if top_p < 1:
-                order = kept[np.argsort(-weights[kept], kind="stable")]
-                mass = np.cumsum(weights[order])
-                kept = order[: int(np.searchsorted(mass, top_p * mass[-1])) + 1]
-            assert abs(len(support(logits, top_k=top_k, top_p=top_p)) - len(kept)) <= 1
-            assert len(support(logits, top_k=top_k, top_p=top_p) ^ set(kept.tolist())) <= 1
-
-
-def test_b110_top_p_takes_the_lower_ids_of_equals() -> None:
-    assert nucleus(np.ones(8, np.float32), 0.5).tolist() == [0, 1, 2, 3]
-    assert nucleus(np.float32([1, 4, 1, 4]), 0.85).tolist() == [0, 1, 3]
-    assert nucleus(np.float32([0, 0, 1]), 1.0 - 1e-16).tolist() == [2]
-
-
-def test_b110_top_k_keeps_all_equal_to_the_last() -> None:
-    assert highest(np.float32([1, 3, 2, 2, 0]), 2).tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("top_k", "top_p", "min_p"), [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.2), (9, 0.8, 0.1)]
-)
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
-def test_b112_filters_in_their_order_equal_transformers(
-    top_k: int, top_p: float, min_p: float, temperature: float
-) -> None:
-    warpers = [TemperatureLogitsWarper(temperature)]
-    warpers += [TopKLogitsWarper(top_k)] if top_k else []
-    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    warpers += [MinPLogitsWarper(min_p)] if min_p else []
-    for seed in range(30):
-        logits = random_logits(seed)
-        scores = torch.from_numpy(logits)[None].double()
-        for warper in warpers:
-            scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
-        expected = scores.softmax(-1)[0].numpy()
-        scaled = scale_by_temperature(logits, temperature)
-        ids, weights = surviving(scaled, top_k=top_k, top_p=top_p, min_p=min_p)
-        assert ids.tolist() == np.flatnonzero(expected).tolist()
-        tolerance = RELATIVE_TOLERANCES["probability", "float32"]
-        np.testing.assert_allclose(weights / weights.sum(), expected[ids], rtol=tolerance)
-
-
-def test_b112_both_filters_apply_where_each_alone_gives_another_set() -> None:
-    logits = np.log(np.float32([0.4, 0.3, 0.2, 0.06, 0.04]))
-    assert support(logits, top_k=3, top_p=1.0) == {0, 1, 2}
-    assert support(logits, top_k=0, top_p=0.95) == {0, 1, 2, 3}
-    assert support(logits, top_k=3, top_p=0.75) == {0, 1}
-    assert support(logits, top_k=0, top_p=0.75) == {0, 1, 2}
-    for top_k in (None, 0):
-        assert set(drawn(logits, 300, top_k=top_k, top_p=0.75, seed=0)) == {0, 1, 2}
-    assert set(drawn(logits, 300, top_k=3, top_p=0.75, seed=0)) == {0, 1}
-    assert set(drawn(logits, 300, seed=0)) == {0, 1, 2, 3, 4}
-
-
-@pytest.mark.parametrize("vocab", [5, 21])
-def test_b111_top_k_off_or_above_the_vocabulary_keeps_all_of_it(vocab: int) -> None:
-    logits = np.zeros(vocab, np.float32)
-    for params in ({}, {"top_k": 0}, {"top_k": None}, {"top_k": vocab}, {"top_k": vocab + 1}, {"top_k": 1000}):
-        assert set(drawn(logits, 600, seed=3, **params)) == set(range(vocab)), params
-    assert drawn(random_logits(1, vocab), 5, top_k=1) == [int(random_logits(1, vocab).argmax())] * 5
-
-
-def test_min_p_is_relative_to_the_most_likely_id() -> None:
-    logits = np.log(np.float32([0.5, 0.26, 0.24]))
-    assert support(logits, top_k=0, top_p=1.0, min_p=0.5) == {0, 1}
-    assert support(logits, top_k=0, top_p=1.0, min_p=1.0) == {0}
 
 
 # Temperature
@@ -410,96 +267,3 @@ def test_the_logits_given_are_never_changed() -> None:
     logits = random_logits(1)
     logits.flags.writeable = False
     drawn(logits, 3, (1, 2), repetition_penalty=2.0, presence_penalty=1.0, top_k=4, top_p=0.5, min_p=0.1, logprobs=3)
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        ({"temperature": -1}, ValueError, r"temperature=-1\.0 must be 0 \(greedy\) or a finite positive"),
-        ({"temperature": math.nan}, ValueError, "temperature=nan must be"),
-        ({"temperature": math.inf}, ValueError, "temperature=inf must be"),
-        ({"temperature": True}, TypeError, "temperature=True must be .*not bool"),
-        ({"temperature": "1"}, TypeError, "temperature='1' must be .*not str"),
-        ({"top_p": -0.1}, ValueError, r"top_p=-0\.1 must be a number from 0"),
-        ({"top_p": 1.1}, ValueError, r"top_p=1\.1 must be"),
-        ({"top_p": math.nan}, ValueError, "top_p=nan must be"),
-        ({"top_p": None}, TypeError, "top_p=None must be"),
-        ({"min_p": 2}, ValueError, r"min_p=2\.0 must be"),
-        ({"top_k": -1}, ValueError, r"top_k=-1 must be 0 or None \(off\)"),
-        ({"top_k": 1.5}, TypeError, r"top_k=1\.5 must be .*not float"),
-        ({"top_k": False}, TypeError, "top_k=False must be .*not bool"),
-        ({"repetition_penalty": 0}, ValueError, r"repetition_penalty=0\.0 must be a number from 0\.001 to 1000"),
-        ({"repetition_penalty": -1}, ValueError, r"repetition_penalty=-1\.0 must be"),
-        ({"presence_penalty": 2.5}, ValueError, r"presence_penalty=2\.5 must be a number from -2 to 2"),
-        ({"frequency_penalty": math.nan}, ValueError, "frequency_penalty=nan must be"),
-        ({"max_new_tokens": -1}, ValueError, "max_new_tokens=-1 must be None"),
-        ({"max_new_tokens": True}, TypeError, "max_new_tokens=True must be .*not bool"),
-        ({"seed": -1}, ValueError, "seed=-1 must be None or an integer from 0"),
-        ({"seed": 2**63}, ValueError, "seed=9223372036854775808 must be"),
-        ({"seed": 1.0}, TypeError, r"seed=1\.0 must be"),
-        ({"logprobs": -1}, ValueError, "logprobs=-1 must be"),
-        ({"stop": ""}, ValueError, r"stop='' holds an empty string"),
-        ({"stop": ("a", "")}, ValueError, "holds an empty string"),
-        ({"stop": ("a", 1)}, TypeError, "must be a string or a sequence of strings"),
-        ({"stop": None}, TypeError, "stop=None must be"),
-        ({"stop_token_ids": (1, -1)}, ValueError, r"stop_token_ids\[1\]=-1 must be a token id"),
-        ({"stop_token_ids": 5}, TypeError, "stop_token_ids=5 must be a sequence"),
-        ({"stop_token_ids": "ab"}, TypeError, "stop_token_ids='ab' must be a sequence"),
-        ({"ignore_eos": 1}, TypeError, "ignore_eos=1 must be True or False"),
-        ({"n": 2}, ValueError, "n=2 is not built yet"),
-        ({"n": 0}, ValueError, "n=0 must be 1"),
-        ({"prompt_logprobs": 1}, ValueError, "prompt_logprobs=1 is not built yet"),
-        ({"logit_bias": {1: 2.0}}, ValueError, "logit_bias=.* is not built yet"),
-        ({"bad_words": ("x",)}, ValueError, "bad_words=.* is not built yet"),
-        ({"json_schema": {}}, ValueError, "json_schema=.* is not built yet"),
-        ({"regex": "a"}, ValueError, "regex='a' is not built yet"),
-        ({"grammar": "a"}, ValueError, "grammar='a' is not built yet"),
-        ({"top_q": 1}, TypeError, "unexpected keyword argument 'top_q'"),
-    ],
-)
-def test_parameters_out_of_range_are_refused_by_name(
-    params: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        SamplingParams(**params)
-
-
-def test_parameters_are_normalised_and_frozen() -> None:
-    params = SamplingParams(stop="x", stop_token_ids=[np.int64(3)], top_k=None, temperature=0, seed=np.int32(4))
-    assert params.stop == ("x",)
-    assert params.stop_token_ids == (3,)
-    assert params.top_k == 0
-    assert isinstance(params.temperature, float)
-    assert type(params.seed) is int
-    assert params.is_greedy
-    assert SamplingParams(stop=["a", "b"], max_new_tokens=0).stop == ("a", "b")
-    assert dataclasses.replace(params, temperature=0.5).stop == ("x",)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.top_k = 3
-
-
-@pytest.mark.parametrize(
-    ("params", "prompt", "message"),
-    [
-        ({}, (1, VOCAB), "prompt_ids holds 37, outside the vocabulary: ids are 0 to 36"),
-        ({}, (-1,), "prompt_ids holds -1"),
-        ({"stop_token_ids": (99,)}, (), "stop_token_ids holds 99"),
-        ({"logprobs": 38}, (), "logprobs=38 must be at most the vocabulary's size, 37"),
-    ],
-)
-def test_what_depends_on_the_vocabulary_is_checked_where_they_meet(
-    params: dict[str, Any], prompt: tuple[int, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        sampler(prompt, **params)
-
-
-@pytest.mark.parametrize(
-    "logits", [np.zeros((1, VOCAB), np.float32), np.zeros(36, np.float32), np.zeros(VOCAB), np.zeros(VOCAB, np.float16)]
-)
-def test_logits_of_another_shape_or_dtype_are_refused(logits: np.ndarray) -> None:
-    with pytest.raises(ValueError, match=r"a sampler needs one row, float32 \[37\]"):
-        sampler().sample(logits)

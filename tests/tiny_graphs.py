@@ -15,6 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
+from parity import difference
 
 from graphport.export.bundle import write_graph
 from graphport.export.graph_pass import CompilePlan, PassReport
@@ -217,8 +218,7 @@ def valid_part(name: str, value: NDArray[Any], feed: Feed) -> NDArray[Any]:
 def largest_difference(found: Outputs, wanted: Outputs, feed: Feed) -> float:
     assert list(found) == list(wanted)
     return max(
-        float(np.abs(valid_part(name, found[name], feed) - valid_part(name, wanted[name], feed)).max())
-        for name in wanted
+        difference(valid_part(name, found[name], feed), valid_part(name, wanted[name], feed)).max_abs for name in wanted
     )
 
 
