@@ -80,13 +80,13 @@ class _Keys:
     def integer(self, key: str) -> int:
         return self.per_layer(key, 1)[0]
 
-    def per_layer(self, key: str, layers: int, default: int | None = None) -> list[int]:
+    def per_layer(self, key: str, num_layers: int, default: int | None = None) -> list[int]:
         """A positive integer a layer, from one number or a list."""
         value = self.get(key, default)
-        values = value if isinstance(value, list) else [value] * layers
-        if len(values) != layers or not all(type(item) is int and item > 0 for item in values):
+        values = value if isinstance(value, list) else [value] * num_layers
+        if len(values) != num_layers or not all(type(item) is int and item > 0 for item in values):
             raise CheckpointError(
-                f"{self.file.path}: {self.prefix}.{key} must be a positive integer or a list of {layers}; "
+                f"{self.file.path}: {self.prefix}.{key} must be a positive integer or a list of {num_layers}; "
                 f"got {value!r:.200}"
             )
         return values
@@ -100,13 +100,13 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     architecture = _architecture(file)
     keys = _Keys(file=file, prefix=architecture.name)
     notes: list[str] = []
-    layers = keys.integer("block_count")
+    num_layers = keys.integer("block_count")
     max_positions = keys.integer("context_length")
     hidden_size = keys.integer("embedding_length")
     vocab_size = _vocab_size(keys)
     norm = NormConfig(kind="rms", epsilon=keys.get("attention.layer_norm_rms_epsilon", 0))
-    widths = keys.per_layer("feed_forward_length", layers)
-    attentions = _attentions(keys, architecture, layers, hidden_size, max_positions, norm, notes)
+    widths = keys.per_layer("feed_forward_length", num_layers)
+    attentions = _attentions(keys, architecture, num_layers, hidden_size, max_positions, norm, notes)
     has_ffn_bias = _has_any(file, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
     blocks = tuple(
         BlockConfig(attention=attention, feed_forward=FeedForwardConfig(width=width, bias=has_ffn_bias), norm=norm)
@@ -176,14 +176,14 @@ def _vocab_size(keys: _Keys) -> int:
 def _attentions(
     keys: _Keys,
     architecture: Architecture,
-    layers: int,
+    num_layers: int,
     hidden_size: int,
     max_positions: int,
     norm: NormConfig,
     notes: list[str],
 ) -> list[AttentionConfig]:
-    num_heads = keys.per_layer("attention.head_count", layers)
-    num_kv_heads = keys.per_layer("attention.head_count_kv", layers, num_heads[0])
+    num_heads = keys.per_layer("attention.head_count", num_layers)
+    num_kv_heads = keys.per_layer("attention.head_count_kv", num_layers, num_heads[0])
     if "attention.key_length" not in keys.file.metadata and hidden_size % num_heads[0]:
         raise CheckpointError(
             f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads[0]}) and "
@@ -209,7 +209,7 @@ def _attentions(
             output_bias=_has_any(keys.file, "attn_output.bias"),
             rotary=rotary,
         )
-        for heads, kv_heads, window in zip(num_heads, num_kv_heads, _windows(keys, layers), strict=True)
+        for heads, kv_heads, window in zip(num_heads, num_kv_heads, _windows(keys, num_layers), strict=True)
     ]
 
 
@@ -218,14 +218,14 @@ def _has_any(file: GgufFile, *endings: str) -> bool:
     return any(name.startswith("blk.") and name.endswith(endings) for name in file.tensors)
 
 
-def _windows(keys: _Keys, layers: int) -> list[int | None]:
+def _windows(keys: _Keys, num_layers: int) -> list[int | None]:
     window = keys.per_layer("attention.sliding_window", 1)[0] if keys.get("attention.sliding_window") else None
     pattern = keys.get("attention.sliding_window_pattern")
     if pattern is None:
-        return [window] * layers
-    if not isinstance(pattern, list) or len(pattern) != layers:
+        return [window] * num_layers
+    if not isinstance(pattern, list) or len(pattern) != num_layers:
         raise CheckpointError(
-            f"{keys.file.path}: attention.sliding_window_pattern must list {layers} booleans; got {pattern!r:.200}"
+            f"{keys.file.path}: attention.sliding_window_pattern must list {num_layers} booleans; got {pattern!r:.200}"
         )
     return [window if is_sliding else None for is_sliding in pattern]
 

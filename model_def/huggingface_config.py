@@ -124,8 +124,8 @@ def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, l
     """
     family = _family(values.get("model_type"))
     notes = _check_keys(values, family)
-    layers = _integer(values, "num_hidden_layers")
-    windows = _windows(values, family, layers, notes)
+    num_layers = _integer(values, "num_hidden_layers")
+    windows = _windows(values, family, num_layers, notes)
     layer_types = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
     max_positions = _integer(values, "max_position_embeddings")
     rotary, rotary_notes = read_rotary(values, layer_types=layer_types, max_positions=max_positions)
@@ -219,10 +219,10 @@ def _head_dim(values: Values, family: Family, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-def _windows(values: Values, family: Family, layers: int, notes: list[str]) -> list[int | None]:
+def _windows(values: Values, family: Family, num_layers: int, notes: list[str]) -> list[int | None]:
     """The sliding window of each layer; None sees everything."""
     if "sliding_window" not in family.keys:
-        return [None] * layers
+        return [None] * num_layers
     window = _window(values, family, notes)
     listed = values.get("layer_types")
     if listed is None:
@@ -230,8 +230,8 @@ def _windows(values: Values, family: Family, layers: int, notes: list[str]) -> l
         if window is not None and family.window_needs_flag:
             stated = _or_default(values, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, notes)
             first = _integer({"max_window_layers": stated}, "max_window_layers", positive=False)
-        return [window if layer >= first else None for layer in range(layers)]
-    return _listed_windows(family, listed, window=window, layers=layers)
+        return [window if layer >= first else None for layer in range(num_layers)]
+    return _listed_windows(family, listed, window=window, num_layers=num_layers)
 
 
 def _window(values: Values, family: Family, notes: list[str]) -> int | None:
@@ -248,10 +248,12 @@ def _window(values: Values, family: Family, notes: list[str]) -> int | None:
     return _integer({"sliding_window": window}, "sliding_window")
 
 
-def _listed_windows(family: Family, listed: object, *, window: int | None, layers: int) -> list[int | None]:
+def _listed_windows(family: Family, listed: object, *, window: int | None, num_layers: int) -> list[int | None]:
     known = ("full_attention", "sliding_attention")
-    if not isinstance(listed, list) or len(listed) != layers or not all(item in known for item in listed):
-        raise CheckpointError(f"config.json: layer_types must list {layers} of {', '.join(known)}; got {listed!r:.200}")
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(item in known for item in listed):
+        raise CheckpointError(
+            f"config.json: layer_types must list {num_layers} of {', '.join(known)}; got {listed!r:.200}"
+        )
     if window is None and "sliding_attention" in listed:
         raise CheckpointError(
             "config.json: layer_types has sliding_attention, but sliding_window is null or switched off"
