@@ -315,12 +315,14 @@ def test_smollm2_loads_with_every_weight_and_its_end_id(smollm2_gguf: Path) -> N
     assert "<|im_start|>" in checkpoint.chat_template
 
 
+# VmHWM, not getrusage: ru_maxrss of a child starts at its parent's size, so that beneath a large one nothing shows
 _MEASURE = """
-import resource, sys, time
+import sys, time
 from graphport.model_def.checkpoint import load_checkpoint
 
 def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 before, start = peak(), time.process_time()
 checkpoint = load_checkpoint(sys.argv[1])
@@ -336,5 +338,5 @@ def test_smollm2_loads_in_five_seconds_and_below_twice_its_size(smollm2_gguf: Pa
         [sys.executable, "-c", _MEASURE, str(smollm2_gguf)], check=True, capture_output=True, text=True
     )
     seconds, times_size = (float(word) for word in run.stdout.split())
-    assert times_size < 2
+    assert 1 < times_size < 2
     assert seconds < 5
