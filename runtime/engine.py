@@ -18,7 +18,9 @@ _SCORING_BYTES = 1 << 26
 
 
 class Engine:
-    """Runs sequences over one session and one cache. A step prefills at most `prefill_chunk` tokens, then decodes once.
+    """Runs sequences over one session and one cache. A step decodes once, then prefills at most `prefill_chunk` tokens.
+
+    In this order a prompt's first token reaches its owner before the second is computed.
 
     A failure of a sequence ends that sequence, with its error kept for its owner; the others go on.
     """
@@ -44,8 +46,8 @@ class Engine:
     def step(self) -> None:
         """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
         self.drop_cancelled()
-        self._prefill()
         self._decode()
+        self._prefill()
 
     def drop_cancelled(self) -> None:
         """End the sequences in `cancellations`, and free their slots. Not during a step."""

@@ -324,3 +324,13 @@ def test_ids_beyond_the_tokenizer_have_no_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size < VOCAB
     sequence = _fed(tokenizer, [*tokenizer.encode("a"), VOCAB - 1, *tokenizer.encode("b")], new=3)
     assert (sequence.text, len(sequence.token_ids)) == ("ab", 3)
+
+
+def test_a_prompts_first_token_waits_for_no_decoding_step(session: Session) -> None:
+    engine = new_engine(session)
+    sequence = request(random_ids(5), 3)
+    engine.submit(sequence)
+    for step in (1, 2, 3):
+        engine.step()
+        assert len(sequence.token_ids) == step
+        assert engine.num_steps == step
