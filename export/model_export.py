@@ -49,6 +49,7 @@ from graphport.model_def.transformer import CachedDecoder, Transformer, check_ca
 CERTIFICATE_FORMAT = 1
 FLOAT16_MAX = 65504.0
 
+_LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
 _CACHE_TYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -77,6 +78,7 @@ def export(
     found_target = find_target(target)
     found_precision = found_target.precision(precision)
     cache_dtype = _cache_dtype(kv_cache, found_precision.activations)
+    _require_numbers(seed=seed, context=context)
     check_destination(out, force=force)
 
     progress("reading the model")
@@ -134,6 +136,15 @@ def _plan(
         activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
     )
     return plan, notes
+
+
+def _require_numbers(*, seed: int, context: int | None) -> None:
+    """Raise TypeError or ValueError; whether the model has room for `context` is checked with the model."""
+    for name, value in (("seed", seed), ("context", 1 if context is None else context)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
+    if not 0 <= seed <= _LARGEST_SEED:
+        raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed}")
 
 
 def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:

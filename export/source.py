@@ -4,8 +4,10 @@ In: a Hugging Face folder or hub id, a .gguf file, `path/to/file.py:function`, o
 Formats are read by `model_def/checkpoint.py`.
 """
 
+import contextlib
 import hashlib
 import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,10 +99,12 @@ def _hash(model: Transformer) -> str:
 
 
 def _call(path: Path, function: str) -> object:
+    """Call the user's function; what it prints goes to stderr, and it cannot move the process to another folder."""
     try:
-        make = runpy.run_path(str(path)).get(function)
-        if callable(make):
-            return make()
-    except Exception as error:  # the user's own code may raise anything; --debug shows the traceback
+        with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
+            make = runpy.run_path(str(path)).get(function)
+            if callable(make):
+                return make()
+    except (Exception, SystemExit) as error:  # the user's own code may raise anything; --debug shows the traceback
         raise CheckpointError(f"{path}:{function} failed: {type(error).__name__}: {error}") from error
     raise CheckpointError(f"{path} defines no function {function!r}")

@@ -213,12 +213,45 @@ def test_a_function_may_return_a_module(tmp_path: Path) -> None:
         ("return 5", "model.py:make returned int; needed is a graphport TransformerConfig or Transformer"),
         ("return 1 / 0", "model.py:make failed: ZeroDivisionError: division by zero"),
         ("return (", "model.py:make failed: SyntaxError"),
+        ("raise SystemExit(0)", "model.py:make failed: SystemExit: 0"),
         ("return NormConfig(epsilon=-1)", "failed: ConfigError: norm epsilon must be a positive number"),
     ],
 )
 def test_a_function_that_makes_no_model_is_refused(body: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=reason):
         open_source(python_source(tmp_path, body), seed=0)
+
+
+def test_a_function_that_prints_and_changes_folder_disturbs_neither_stdout_nor_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Path.cwd()
+    with pytest.raises(CheckpointError, match="returned str"):
+        open_source(python_source(tmp_path, "import os; os.chdir('/'); print('loading'); return os.getcwd()"), seed=0)
+    assert Path.cwd() == here
+    assert capsys.readouterr() == ("", "loading\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ({"context": 16.0}, TypeError, r"context must be a whole number, got 16.0 \(float\)"),
+        ({"context": "16"}, TypeError, "context must be a whole number, got '16'"),
+        ({"context": True}, TypeError, "context must be a whole number, got True"),
+        ({"seed": 1.5}, TypeError, "seed must be a whole number, got 1.5"),
+        ({"seed": -1}, ValueError, "seed must be a whole number from 0 to 9223372036854775807, got -1"),
+        (
+            {"seed": 2**63},
+            ValueError,
+            "seed must be a whole number from 0 to 9223372036854775807, got 92233720368547758",
+        ),
+    ],
+)
+def test_numbers_of_another_kind_are_refused_before_the_model_is_read(
+    options: dict[str, Any], error: type[Exception], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=reason):
+        export("nothing", tmp_path / "out", **options)
 
 
 def test_a_source_that_is_not_there_is_refused(tmp_path: Path) -> None:
