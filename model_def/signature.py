@@ -11,7 +11,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
 
@@ -173,7 +173,7 @@ def read_manifest(folder: Path) -> Manifest:
         return _manifest(data)
     except ManifestError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{path} is damaged ({error}); export the bundle again") from error
 
 
@@ -181,14 +181,47 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     signature = data.pop("signature")
     generation = data.pop("generation")
     generation["eos_token_ids"] = tuple(generation["eos_token_ids"])
-    return Manifest(
+    manifest = Manifest(
         config=TransformerConfig.from_dict(data.pop("config")),
         signature=Signature(inputs=_specs(signature["inputs"]), outputs=_specs(signature["outputs"])),
         generation=GenerationDefaults(**generation),
         files={name: FileRecord(**record) for name, record in data.pop("files").items()},
         **data,
     )
+    _require_plausible(manifest)
+    return manifest
 
 
 def _specs(specs: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name=spec["name"], dtype=spec["dtype"], shape=tuple(spec["shape"])) for spec in specs)
+
+
+def _require_plausible(manifest: Manifest) -> None:
+    """Raise ValueError for values that no export writes: the runtime takes its limits and shapes from them."""
+    config, generation = manifest.config, manifest.generation
+    texts = {"graphport_version": manifest.graphport_version, "target": manifest.target}
+    for name, text in (texts | {"precision": manifest.precision} | manifest.source).items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be text, got {text!r}")
+    if manifest.kind != "decoder":
+        raise ValueError(f"kind must be decoder, got {manifest.kind!r}")
+    if not _is_count(manifest.max_length) or not 1 <= manifest.max_length <= config.max_positions:
+        raise ValueError(
+            f"max_length must be a whole number from 1 to max_positions ({config.max_positions}), "
+            f"got {manifest.max_length!r}"
+        )
+    ids = (*generation.eos_token_ids, generation.bos_token_id, generation.pad_token_id)
+    wrong = [value for value in ids if value is not None and not _is_count(value)]
+    if wrong or None in generation.eos_token_ids:
+        raise ValueError(f"token ids must be whole numbers from 0, got {(wrong or [None])[0]!r}")
+    for name, record in manifest.files.items():
+        if not _is_count(record.size) or not isinstance(record.sha256, str):
+            raise ValueError(f"the record of {name} must be a size and a hash, got {record.size!r}, {record.sha256!r}")
+    dtypes = get_args(DType)
+    for spec in (*manifest.signature.inputs, *manifest.signature.outputs):
+        if spec.dtype not in dtypes:
+            raise ValueError(f"the dtype of {spec.name} must be one of {', '.join(dtypes)}, got {spec.dtype!r}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

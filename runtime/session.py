@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from graphport.model_def.signature import (
     SEQLENS_K,
     TOTAL_SEQUENCE_LENGTH,
     DType,
+    Manifest,
     TensorSpec,
+    decoder_signature,
     past_key,
     past_value,
     present_key,
@@ -96,6 +99,7 @@ class Session:
         check_placement(self.placement, self.device)
         check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
+        check_config(bundle.manifest)
         self._cache_names = [
             names
             for layer in range(bundle.manifest.config.num_layers)
@@ -205,6 +209,18 @@ def check_signature(what: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]
             raise ValueError(
                 f"graph {what} {name} is {node.type} {list(node.shape)}, the manifest says {spec.dtype} "
                 f"{list(spec.shape)}; export the bundle again"
+            )
+
+
+def check_config(manifest: Manifest) -> None:
+    """Raise ValueError when the manifest's configuration is not that of its signature, and so of its graph."""
+    found, expected = manifest.signature, decoder_signature(manifest.config, manifest.cache_dtype)
+    pairs = zip_longest((*found.inputs, *found.outputs), (*expected.inputs, *expected.outputs))
+    for spec, wanted in pairs:
+        if spec != wanted:
+            raise ValueError(
+                f"the manifest's configuration does not fit its graph: it needs {wanted}, the graph has {spec}; "
+                "export the bundle again"
             )
 
 

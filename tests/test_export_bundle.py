@@ -260,7 +260,51 @@ def test_a_manifest_that_is_missing_torn_newer_or_strange_is_refused(tmp_path: P
         path.write_text(content, encoding="utf-8")
         with pytest.raises(ManifestError, match=message):
             read_manifest(tmp_path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ManifestError, match="is damaged"):
+        read_manifest(tmp_path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ManifestError, match="is damaged"):
         read_manifest(tmp_path)
     assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("max_length",), 0, "max_length must be a whole number from 1 to max_positions"),
+        (("max_length",), 10**9, "max_length must be a whole number from 1 to max_positions"),
+        (("max_length",), 8.5, "max_length must be a whole number .* got 8.5"),
+        (("max_length",), True, "max_length must be a whole number .* got True"),
+        (("max_length",), "64", "max_length must be a whole number .* got '64'"),
+        (("kind",), "encoder", "kind must be decoder, got 'encoder'"),
+        (("target",), None, "target must be text, got None"),
+        (("source", "name"), 5, "name must be text, got 5"),
+        (("generation", "eos_token_ids"), [2, -1], "token ids must be whole numbers from 0, got -1"),
+        (("generation", "eos_token_ids"), "27", "token ids must be whole numbers from 0, got '2'"),
+        (("generation", "eos_token_ids"), [[2]], r"token ids must be whole numbers from 0, got \[2\]"),
+        (("generation", "eos_token_ids"), [None], "token ids must be whole numbers from 0, got None"),
+        (("generation", "bos_token_id"), 1.5, "token ids must be whole numbers from 0, got 1.5"),
+        (("files",), {"x": {"size": "1", "sha256": ""}}, "the record of x must be a size and a hash, got '1'"),
+        (("files",), {"x": {"size": 1, "sha256": None}}, "the record of x must be a size and a hash, got 1, None"),
+    ],
+)
+def test_a_manifest_with_values_that_no_export_writes_is_refused(
+    tmp_path: Path, place: tuple[str, ...], value: object, message: str
+) -> None:
+    data = json.loads(manifest().to_json())
+    *parents, last = place
+    inner = data
+    for key in parents:
+        inner = inner[key]
+    inner[last] = value
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(ManifestError, match=f"is damaged .*{message}"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_with_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
+    text = manifest().to_json().replace('"dtype": "int32"', '"dtype": "int31"', 1)
+    (tmp_path / MANIFEST_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"the dtype of seqlens_k must be one of float32.*got 'int31'"):
+        read_manifest(tmp_path)

@@ -1,5 +1,6 @@
 """A session: opened from anywhere, on the device asked for, checked against its manifest, and right at every step."""
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -318,6 +319,15 @@ def test_a_dtype_rank_or_size_that_differs_from_the_manifest_is_refused_by_name(
     write_tiny_bundle(tmp_path, signature=Signature(inputs=inputs, outputs=right.outputs))
     with pytest.raises(ValueError, match=f"graph input {changed.name} is tensor.*the manifest says {changed.dtype}"):
         open_session(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": VOCAB + 1}, {"blocks": tiny_config().blocks[:1]}])
+def test_a_configuration_that_is_not_its_graphs_is_refused_when_opened(tmp_path: Path, change: dict[str, Any]) -> None:
+    bundle = open_bundle(write_tiny_bundle(tmp_path).folder)
+    config = dataclasses.replace(bundle.manifest.config, **change)
+    wrong = dataclasses.replace(bundle, manifest=dataclasses.replace(bundle.manifest, config=config))
+    with pytest.raises(ValueError, match="the manifest's configuration does not fit its graph: it needs"):
+        Session(wrong, device="cpu", threads=1)
 
 
 def test_outputs_are_compared_with_the_manifest_too(session: Session) -> None:
