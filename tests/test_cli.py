@@ -16,6 +16,7 @@ import typer
 from cli_fakes import FakeExport, FakeRuntime, PipedInput
 
 from graphport.cli import app, main
+from graphport.runtime.memory import NotEnoughMemoryError
 
 # DESIGN, "Command line": the commands built so far. A change here is a change of the contract.
 CONTRACT = {
@@ -84,6 +85,7 @@ def test_bad_arguments_exit_with_2_and_one_line(
     ("failure", "line"),
     [
         (ValueError("prompt of 9 tokens,\n  limit 8"), "graphport: error: prompt of 9 tokens, limit 8\n"),
+        (NotEnoughMemoryError("a KV cache needs 9 MiB"), "graphport: error: a KV cache needs 9 MiB\n"),
         (KeyError("x"), "graphport: error: KeyError: 'x'; run again with --debug for the traceback\n"),
     ],
 )
@@ -152,6 +154,37 @@ def test_a_stdout_closed_before_the_last_flush_ends_without_a_traceback() -> Non
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False, timeout=20)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_stream_closed_from_the_start_is_an_empty_one(closed: str) -> None:
+    script = textwrap.dedent("""
+        import sys, types
+        class Model:
+            tokenizer = types.SimpleNamespace(has_chat_template=False, encode=lambda text: [len(text)])
+            def stream(self, ids, sampling):
+                yield types.SimpleNamespace(text=str(ids), token_id=1, finish_reason="stop")
+        sys.modules["graphport.runtime"] = types.SimpleNamespace(
+            load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+        from graphport.cli import main
+        sys.exit(main(["generate", "bundle", *(["hi"] if sys.stdin else [])]))
+    """)
+    command = ["sh", "-c", f'"$0" -c "$1" {closed}', sys.executable, script]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20)
+    assert "error" not in done.stderr
+    assert done.returncode == 0
+    if closed == "<&-":
+        assert done.stdout == "[0]\n"
+
+
+def test_sigterm_unwinds_a_command_so_that_it_cleans_up() -> None:
+    tidy = 'import atexit; atexit.register(lambda: print("unwound", file=sys.stderr))'
+    process = _start(_ENDLESS.replace("import itertools, sys, types", f"import itertools, sys, types\n{tidy}"))
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (143, "unwound\n")
 
 
 def test_sigint_ends_a_stream_with_130() -> None:

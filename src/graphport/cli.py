@@ -1,20 +1,24 @@
 """The command line: `graphport COMMAND ...`, one function a command.
 
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
-arguments, 130 interrupted. It computes nothing itself.
+arguments, 130 interrupted, 143 told to end. It computes nothing itself.
 
 What a command needs is imported inside its function: `generate` and `chat` must start without torch, `--help` without
 anything, and `export` must be able to say which optional dependency is missing.
 """
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -245,11 +249,13 @@ def bench(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (default: the process's); returns the exit status."""
     invocation = _Invocation()
+    _open_closed_streams()
     logging.basicConfig(format="graphport: %(message)s", stream=sys.stderr)
     logging.getLogger("graphport").setLevel(logging.INFO)
     try:
         command = typer.main.get_command(app)
-        status = command.main(arguments, prog_name="graphport", standalone_mode=False, obj=invocation)
+        with _cleaning_up_at(signal.SIGTERM):
+            status = command.main(arguments, prog_name="graphport", standalone_mode=False, obj=invocation)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader left (`| head -1`). Point stdout at nothing, or the interpreter's last flush fails as well.
@@ -258,6 +264,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # the last place that can turn a failure into one line
         return _failed(error, invocation)
     return int(status or 0)
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started with a standard stream closed (`<&-`, `>&-`) an empty one in its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115 - open to the end
+
+
+@contextlib.contextmanager
+def _cleaning_up_at(number: signal.Signals) -> Iterator[None]:
+    """Let signal `number` (of `kill`, a service manager, a container's end) unwind the command, as Ctrl-C does.
+
+    The process ends with status 128 + number, and half-written folders are removed first. Only the main thread may set
+    a handler; elsewhere the signal keeps its meaning.
+    """
+
+    def end(_: int, __: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def _failed(error: Exception, invocation: _Invocation) -> int:
@@ -270,7 +304,7 @@ def _failed(error: Exception, invocation: _Invocation) -> int:
 def _message(error: Exception) -> str:
     if isinstance(error, typer.TyperException):
         return f"{error.format_message().rstrip('.')}; see `graphport --help` or `graphport COMMAND --help`"
-    if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError) and str(error):
+    if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError | MemoryError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}; run again with --debug for the traceback"
 
