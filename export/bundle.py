@@ -44,6 +44,8 @@ def check_destination(out: Path, *, force: bool) -> None:
 
     Also when the folder that `out` would be made in is not one or is not writable.
     """
+    if out.is_mount():
+        raise BundleError(f"{out} is a mount point, which cannot be replaced; choose a folder in it: {out / 'bundle'}")
     place = next(folder for folder in out.absolute().parents if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         obstacle = "not writable" if place.is_dir() else "no folder"
@@ -86,7 +88,11 @@ def _put_in_place(part: Path, out: Path) -> None:
         part.replace(out)
         return
     old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=out.parent))
-    out.replace(old)
+    try:
+        out.replace(old)
+    except OSError:
+        old.rmdir()
+        raise
     try:
         part.replace(out)
     except OSError:

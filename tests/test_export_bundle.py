@@ -308,3 +308,27 @@ def test_a_manifest_with_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     (tmp_path / MANIFEST_FILE).write_text(text, encoding="utf-8")
     with pytest.raises(ManifestError, match=r"the dtype of seqlens_k must be one of float32.*got 'int31'"):
         read_manifest(tmp_path)
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "volume"
+    out.mkdir()
+    for path in (out, Path("/")):
+        monkeypatch.setattr(Path, "is_mount", lambda found, path=path: found == path)
+        with pytest.raises(BundleError, match=r"is a mount point, which cannot be replaced; choose a folder in it: .*"):
+            check_destination(path, force=True)
+
+
+def test_a_folder_that_cannot_be_moved_aside_leaves_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(source), None, str(target))
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="Device or resource busy"), bundle_folder(out, force=False):
+        pass
+    assert list(tmp_path.iterdir()) == [out]
