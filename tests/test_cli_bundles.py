@@ -20,6 +20,14 @@ def bundle(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("fake_export")
+def test_the_command_to_run_next_can_be_copied_whatever_the_folder_is_called(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["export", "model.gguf", "my models/a$b"]) == 0
+    assert "next: graphport generate 'my models/a$b' " in capsys.readouterr().err
+
+
 def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
     fake_export: FakeExport, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -121,7 +122,7 @@ def export(
     cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
     cli_tables.print_notes(bundle.notes)
     print(bundle.path)
-    cli_tables.print_line(f'next: graphport generate {bundle.path} "What is the capital of France?"')
+    cli_tables.print_line(f'next: graphport generate {shlex.quote(str(bundle.path))} "What is the capital of France?"')
 
 
 @app.command()
