@@ -210,10 +210,10 @@ def _require_plausible(manifest: Manifest) -> None:
             f"max_length must be a whole number from 1 to max_positions ({config.max_positions}), "
             f"got {manifest.max_length!r}"
         )
-    ids = (*generation.eos_token_ids, generation.bos_token_id, generation.pad_token_id)
-    wrong = [value for value in ids if value is not None and not _is_count(value)]
-    if wrong or None in generation.eos_token_ids:
-        raise ValueError(f"token ids must be whole numbers from 0, got {(wrong or [None])[0]!r}")
+    others = [value for value in (generation.bos_token_id, generation.pad_token_id) if value is not None]
+    for value in (*generation.eos_token_ids, *others):
+        if not _is_count(value):
+            raise ValueError(f"token ids must be whole numbers from 0, got {value!r}")
     for name, record in manifest.files.items():
         if not _is_count(record.size) or not isinstance(record.sha256, str):
             raise ValueError(f"the record of {name} must be a size and a hash, got {record.size!r}, {record.sha256!r}")

@@ -9,6 +9,7 @@ from collections import deque
 import numpy as np
 
 from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.limits import checked_count
 from graphport.runtime.scheduler import Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
@@ -26,15 +27,13 @@ class Engine:
     """
 
     def __init__(self, session: Session, *, max_batch: int, max_length: int, prefill_chunk: int) -> None:
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}")
         self.session = session
         self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
         self.scheduler = Scheduler(self.cache)
         self.arrivals: deque[Sequence] = deque()
         self.cancellations: deque[Sequence] = deque()
         self.num_steps = 0
-        self._prefill_chunk = prefill_chunk
+        self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
         self._scoring_chunk = max(1, _SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
+from graphport.runtime.limits import checked_count
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.sampling import Sample
 from graphport.runtime.sampling_params import SamplingParams
@@ -96,11 +97,9 @@ class LanguageModel:
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
         longest = bundle.manifest.max_length
-        if max_length is not None and not 1 <= max_length <= longest:
-            raise ValueError(f"max_length must be 1 to {longest}, the bundle's own; got {max_length}")
-        if max_batch < 1:
-            raise ValueError(f"max_batch must be at least 1, got {max_batch}")
-        self.max_length = longest if max_length is None else max_length
+        wish = longest if max_length is None else max_length
+        self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
+        max_batch = checked_count("max_batch", max_batch)
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:

@@ -19,6 +19,7 @@ _NOT_BUILT = {
     "grammar": "no substitute yet",
 }
 _LARGEST_SEED = 2**63 - 1
+_LARGEST_ID = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,10 @@ def _integer(name: str, value: object, *, low: int, allowed: str, high: int | No
 def _finite(name: str, value: object, allowed: str) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be {allowed}, not {type(value).__name__}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError as error:
+        raise ValueError(f"{name} is a number beyond every float; it must be {allowed}") from error
     if not math.isfinite(number):
         raise ValueError(f"{name}={number} must be {allowed}")
     return number
@@ -141,8 +145,11 @@ def _stop_strings(stop: object) -> tuple[str, ...]:
 def _stop_ids(stop_token_ids: object) -> tuple[int, ...]:
     if isinstance(stop_token_ids, str | bytes) or not isinstance(stop_token_ids, Sequence):
         raise TypeError(f"stop_token_ids={stop_token_ids!r} must be a sequence of token ids")
-    allowed = "a token id (an integer from 0)"
-    return tuple(_integer(f"stop_token_ids[{i}]", id_, low=0, allowed=allowed) for i, id_ in enumerate(stop_token_ids))
+    allowed = f"a token id (an integer from 0 to {_LARGEST_ID})"
+    return tuple(
+        _integer(f"stop_token_ids[{i}]", id_, low=0, high=_LARGEST_ID, allowed=allowed)
+        for i, id_ in enumerate(stop_token_ids)
+    )
 
 
 def _is_empty(value: object) -> bool:

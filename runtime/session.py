@@ -5,6 +5,7 @@ It chooses no tokens, schedules nothing, and is not thread-safe. Legend: B rows,
 """
 
 import logging
+import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ from graphport.runtime.device import (
     open_inference_session,
 )
 from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.limits import checked_count
 from graphport.runtime.memory import cache_specs, free_memory, require_memory
 
 # Element type numbers of onnx.proto3 (TensorProto.DataType) and ONNX Runtime's names for them.
@@ -71,6 +73,8 @@ _SESSION_ENTRIES = (
     ("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLDED_CONSTANT)),
 )
 
+_THREADS_PER_PROCESSOR = 4  # at most
+
 _LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 
 _log = logging.getLogger(__name__)
@@ -83,15 +87,13 @@ class Session:
     """
 
     def __init__(self, bundle: BundleFiles, *, device: DeviceWish = "auto", threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}; leave it out for one a core")
+        self.threads = default_threads() if threads is None else _checked_threads(threads)
         require_memory(
             bundle.weights_bytes,
             free_memory(),
             what=f"loading {bundle.graph}",
             advice="export with a smaller precision or use a larger machine",
         )
-        self.threads = default_threads() if threads is None else threads
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
         self._session, self.device = _open(bundle, device, self.threads)
@@ -187,6 +189,12 @@ class Session:
             place = (self.device, 0, _ELEMENT_TYPES[spec.dtype], shape, buffer.address(first_slot))
             self._binding.bind_input(past, *place)
             self._binding.bind_output(present, *place)
+
+
+def _checked_threads(threads: int) -> int:
+    """Threads wait for one another in busy loops: more than the processors can hold never come to an end."""
+    most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    return checked_count("threads", threads, most=most, reason=f" ({_THREADS_PER_PROCESSOR} a processor)")
 
 
 def check_signature(what: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) -> None:

@@ -270,7 +270,7 @@ def test_b50_a_row_whose_logits_are_not_finite_fails_alone(tmp_path: Path, bundl
 
 
 def test_an_engine_needs_a_chunk_of_at_least_one_token(session: Session) -> None:
-    with pytest.raises(ValueError, match="prefill_chunk must be at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="prefill_chunk must be at least 1; got 0"):
         new_engine(session, prefill_chunk=0)
 
 

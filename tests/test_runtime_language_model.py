@@ -198,7 +198,7 @@ def test_b18_prompt_and_new_tokens_share_one_limit(bundle: TinyBundle, length: i
 def test_a_limit_beyond_the_bundles_own_is_refused(bundle: TinyBundle, max_length: int) -> None:
     with pytest.raises(ValueError, match=f"max_length must be 1 to 128, the bundle's own; got {max_length}"):
         load(bundle.folder, max_length=max_length)
-    with pytest.raises(ValueError, match="max_batch must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_batch must be at least 1; got 0"):
         load(bundle.folder, max_batch=0)
 
 
@@ -568,3 +568,10 @@ assert not hasattr(graphport.runtime, "no_such_name")
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_length", "threads", "prefill_chunk"])
+@pytest.mark.parametrize("value", [1.5, True, "8"])
+def test_load_refuses_numbers_of_another_kind(name: str, value: object, bundle: TinyBundle) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, .*; got {value!r}"):
+        load(bundle.folder, **{name: value})
