@@ -44,8 +44,10 @@ def check_destination(out: Path, *, force: bool) -> None:
 
     Also when the folder that `out` would be made in is not one or is not writable.
     """
-    if out.is_mount():
-        raise BundleError(f"{out} is a mount point, which cannot be replaced; choose a folder in it: {out / 'bundle'}")
+    place = out.resolve()
+    if place.is_mount() or place == Path.cwd():
+        kind = "a mount point" if place.is_mount() else "the current folder"
+        raise BundleError(f"{place} is {kind}, which cannot be replaced; choose a folder in it: {out / 'bundle'}")
     place = next(folder for folder in out.absolute().parents if folder.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         obstacle = "not writable" if place.is_dir() else "no folder"

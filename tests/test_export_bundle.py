@@ -319,6 +319,16 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, mon
             check_destination(path, force=True)
 
 
+@pytest.mark.parametrize("out", [".", "", "../here"])
+def test_the_current_folder_is_not_replaced_beneath_its_user(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(BundleError, match="is the current folder, which cannot be replaced; choose a folder in it"):
+        check_destination(Path(out), force=True)
+
+
 def test_a_folder_that_cannot_be_moved_aside_leaves_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
