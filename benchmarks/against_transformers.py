@@ -139,12 +139,11 @@ from pathlib import Path
 from graphport.runtime import SamplingParams, load
 lm = load(sys.argv[1])
 lm.generate(["The capital of France is"], SamplingParams(max_new_tokens=64, temperature=0.0, ignore_eos=True))
-cache = lm._engine.cache
 mib = 1 << 20
 print(json.dumps({
     "peak_mib": peak_mib(),
     "weights_mib": (Path(sys.argv[1]) / "model.onnx.data").stat().st_size / mib,
-    "cache_mib": cache.bytes_for(cache.num_slots, cache.capacity) / mib,
+    "cache_mib": lm.cache_bytes / mib,
 }))
 """
 )

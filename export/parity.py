@@ -119,4 +119,7 @@ def require_passed(checks: tuple[Check, ...]) -> None:
     """Raise ParityError naming every check that failed."""
     failed = [f"{c.name}: {c.measured:.4g} > {c.tolerance:.4g} ({c.detail})" for c in checks if not c.passed]
     if failed:
-        raise ParityError(f"{len(failed)} of {len(checks)} parity checks failed. {'; '.join(failed)}")
+        raise ParityError(
+            f"{len(failed)} of {len(checks)} parity checks failed: {'; '.join(failed)}. Nothing was written; a higher "
+            "--precision may pass, --no-verify writes the bundle without this evidence"
+        )

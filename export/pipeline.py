@@ -3,7 +3,7 @@
 In: an exported graph and a plan. Out: the compiled graph and a report a pass. Reads and writes no file.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import onnx_ir as ir
@@ -43,19 +43,14 @@ class FusionError(ValueError):
     """A fusion that the config calls for, or that the user required, did not happen."""
 
 
-def compile_graph(
-    model: ir.Model, plan: CompilePlan, *, observe: Callable[[str], None] = lambda _: None
-) -> tuple[PassReport, ...]:
-    """Run every pass on `model` in place; `observe` is told each rule as it is done.
+def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
+    """Run every pass on `model` in place and return their reports in order.
 
     Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
     """
-    reports = []
-    for graph_pass in PASSES:
-        reports.append(graph_pass(model, plan))
-        observe(reports[-1].rule)
-    check_fusions(tuple(reports), expected_fusions(plan))
-    return tuple(reports)
+    reports = tuple(graph_pass(model, plan) for graph_pass in PASSES)
+    check_fusions(reports, expected_fusions(plan))
+    return reports
 
 
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:

@@ -182,6 +182,12 @@ class LanguageModel:
         """Requests that hold a place in the batch now."""
         return 0 if self._engine is None else self._engine.scheduler.num_active
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that the KV cache takes now."""
+        cache = None if self._engine is None else self._engine.cache
+        return 0 if cache is None else cache.bytes_for(cache.num_slots, cache.capacity)
+
     def _new_sequence(self, prompt: Prompt, params: SamplingParams, name: str) -> Sequence:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")

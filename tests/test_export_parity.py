@@ -96,7 +96,7 @@ def test_every_tolerance_rejects_wrong_logits(stage: str, figure: str, kind: str
     right = logits()
     if kind == "two ids swapped":
         right[:, :2] = [12.0, -12.0]  # ids that matter
-    with pytest.raises(ParityError, match=f"1 of 1 parity checks failed. {stage}: it, {figure}: .* > "):
+    with pytest.raises(ParityError, match=f"1 of 1 parity checks failed: {stage}: it, {figure}: .* > "):
         require_passed((check(stage, figure, "it", compare(right, wrong(kind, right))),))
     require_passed((check(stage, figure, "it", compare(right, right)),))
 
@@ -104,7 +104,7 @@ def test_every_tolerance_rejects_wrong_logits(stage: str, figure: str, kind: str
 def test_the_error_names_every_check_that_failed() -> None:
     good, bad = Check(name="a", measured=1.0, tolerance=1.0), Check(name="b", measured=2.0, tolerance=1.0, detail="why")
     unknown = Check(name="c", measured=float("nan"), tolerance=1.0)
-    with pytest.raises(ParityError, match=r"2 of 3 parity checks failed. b: 2 > 1 \(why\); c: nan > 1"):
+    with pytest.raises(ParityError, match=r"2 of 3 parity checks failed: b: 2 > 1 \(why\); c: nan > 1"):
         require_passed((good, bad, unknown))
 
 
@@ -245,6 +245,6 @@ def test_export_raises_and_leaves_nothing_when_a_stage_is_wrong(
     if stage != "exported":
         monkeypatch.setattr(certify_module if stage == "fused" else export_module, "compile_graph", broken_compile)
     name = {"exported": "exported", "fused": "compiled", "shipped": "compiled"}[stage]
-    with pytest.raises(ParityError, match=rf"parity checks failed. {name}: "):
+    with pytest.raises(ParityError, match=rf"parity checks failed: {name}: "):
         export("any", tmp_path / "out", precision="fp32")
     assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ from graphport.runtime import session as session_module
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.device import DeviceError, cuda_problem, default_threads
 from graphport.runtime.kv_cache import KVCache
-from graphport.runtime.memory import NotEnoughMemoryError, plan_memory
+from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.session import Session, check_placement, check_signature
 
 TOLERANCE = TOLERANCES["tiny bundle", "float32"]
@@ -378,16 +378,6 @@ def test_weights_larger_than_free_memory_are_refused(bundle: TinyBundle, monkeyp
         NotEnoughMemoryError, match=r"loading .*model.onnx needs 0.\d MiB, 0.0 MiB are free; export with"
     ):
         open_session(bundle.folder)
-
-
-def test_a_plan_names_weights_cache_and_workspace(bundle: TinyBundle) -> None:
-    opened = open_bundle(bundle.folder)
-    plan = plan_memory(opened.manifest, weights_bytes=opened.weights_bytes, context=100, batch=3, chunk=64)
-    cache = KVCache(open_session(bundle.folder).cache_specs, max_slots=3, max_length=100)
-    assert plan.cache == cache.bytes_for(3, 100) == 3 * 100 * plan.cache_per_token
-    assert plan.weights == opened.weights_bytes
-    assert plan.total == plan.weights + plan.cache + plan.workspace
-    assert plan.workspace > 4 * VOCAB
 
 
 def test_threads_must_be_positive_and_default_to_the_cores_allowed(bundle: TinyBundle) -> None:
