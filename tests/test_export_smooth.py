@@ -448,14 +448,14 @@ def test_ranges_are_the_largest_magnitudes_over_the_text_its_first_token_include
         assert values.dtype == np.float32
         assert np.array_equal(values, inputs[name].abs().max(dim=0).values.numpy())
     assert any((values > inputs[name][1:].abs().max(dim=0).values.numpy()).any() for name, values in ranges.items())
-    assert not any(part._forward_pre_hooks for part in watched.values())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in watched.values())
 
 
 def test_hooks_are_removed_when_the_model_fails() -> None:
     model = tiny_model("gpt")
     with pytest.raises(IndexError):
         activation_ranges(model, [model.config.vocab_size])
-    assert not any(part._forward_pre_hooks for part in model.modules())
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
 def test_the_judging_text_is_not_the_calibration_text() -> None:
