@@ -29,10 +29,13 @@ Factors = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Maker:
-    """What makes an activation: constants whose rows are its channels, and how channels map to rows."""
+    """What makes an activation: constants whose rows are its channels, and how channels map to rows.
+
+    `passed` are the values between the constants and the activation, which change with the factors.
+    """
 
     constants: tuple[ir.Value, ...]
-    made: ir.Value
+    passed: tuple[ir.Value, ...] = ()
     shared_by: int = 1  # channels that read one row: query heads of one value head
     head_dim: int = 0
 
@@ -47,16 +50,18 @@ def smooth_activations(model: ir.Model, plan: CompilePlan) -> PassReport:
     for x, linears in groups.items():
         weights = [node.inputs[1] for node in linears]
         known = [w for w in weights if w is not None and w.name in plan.activation_ranges]
-        if len(known) != len(linears):
+        if not known:
             continue
         site = name_site(known[0].name or "")
         maker = _find_maker(x)
-        obstacle = _find_obstacle(x, known, maker)
+        obstacle = _find_obstacle(x, weights, maker)
+        if obstacle is None:
+            ranges = np.max([plan.activation_ranges[w.name or ""] for w in known], axis=0)
+            obstacle = _find_fault(ranges, num_known=len(known), num_linears=len(linears))
         if maker is None or obstacle is not None:
-            check, found = obstacle or ("the activation is made by a norm or a linear layer", str(x.producer()))
+            check, found = obstacle or ("the activation is made by a norm or a linear layer", _made_by_what(x))
             missed.append(Miss(site=site, check=check, found=found))
             continue
-        ranges = np.max([plan.activation_ranges[w.name or ""] for w in known], axis=0)
         rows, channels = _factors(ranges, maker)
         for constant in maker.constants:
             _rescale(constant, _dividing(rows))
@@ -71,7 +76,7 @@ def _find_maker(x: ir.Value) -> _Maker | None:
     if node is None:
         return None
     if node.op_type in ("RMSNorm", "LayerNormalization"):
-        return _Maker(constants=tuple(v for v in node.inputs[1:] if v is not None), made=x)
+        return _Maker(constants=tuple(v for v in node.inputs[1:] if v is not None))
     if node.domain == DOMAIN and node.op_type in ATTENTION_OPS:
         value = as_projection(node.inputs[2])
         if value is None:
@@ -90,24 +95,47 @@ def _find_maker(x: ir.Value) -> _Maker | None:
 
 def _made_by(projection: Projection, *, shared_by: int = 1, head_dim: int = 0) -> _Maker:
     constants = tuple(value for value in (projection.weight, projection.bias) if value is not None)
-    return _Maker(constants=constants, made=projection.output, shared_by=shared_by, head_dim=head_dim)
+    passed = (projection.linear.outputs[0], projection.output)
+    return _Maker(constants=constants, passed=passed, shared_by=shared_by, head_dim=head_dim)
 
 
-def _find_obstacle(x: ir.Value, weights: Sequence[ir.Value], maker: _Maker | None) -> tuple[str, str] | None:
+def _made_by_what(x: ir.Value) -> str:
+    node = x.producer()
+    return "a graph input" if node is None else node.op_type
+
+
+def _find_obstacle(x: ir.Value, weights: Sequence[ir.Value | None], maker: _Maker | None) -> tuple[str, str] | None:
     if maker is None:
         return None
     if x.is_graph_output() or len(x.uses()) != len(weights):
         return "linear layers alone read the activation", f"{len(x.uses())} readers, {len(weights)} linear layers"
     for constant in (*weights, *maker.constants):
-        if not constant.is_initializer() or len(constant.uses()) != 1:
-            return "every weight is a constant used once", f"{constant.name} has {len(constant.uses())} uses"
-    if maker.made is not x and len(maker.made.uses()) != 1:
-        return "what makes the activation is read once", f"{maker.made.name} has {len(maker.made.uses())} readers"
+        if constant is None or not constant.is_initializer() or len(constant.uses()) != 1:
+            name, uses = (None, 0) if constant is None else (constant.name, len(constant.uses()))
+            return "every weight is a constant used once", f"{name} has {uses} uses"
+    rows = static_dims(maker.constants[0])[0]
+    for constant in maker.constants:
+        if static_dims(constant)[0] != rows:
+            return "a bias has one value an output", f"{constant.name} is {list(static_dims(constant))} for {rows}"
+    for value in maker.passed:
+        if len(value.uses()) != 1 or value.is_graph_output():
+            return "what makes the activation is read once", f"{value.name} has other readers"
+    return None
+
+
+def _find_fault(ranges: NDArray[np.float32], *, num_known: int, num_linears: int) -> tuple[str, str] | None:
+    if num_known != num_linears:
+        return "every linear layer has an activation range", f"{num_known} of {num_linears} have one"
+    if not np.isfinite(ranges).all():
+        return "activation ranges are finite", f"{int((~np.isfinite(ranges)).sum())} of {ranges.size} are not"
     return None
 
 
 def _factors(ranges: NDArray[np.float32], maker: _Maker) -> tuple[Factors, Factors]:
-    """Factors for the rows that make the activation and for its channels, with geometric mean 1 in every block."""
+    """Factors for the rows that make the activation and for its channels; geometric mean 1 in every block of rows.
+
+    Channels of all zeros count as a millionth of the largest: ranges that are all 0 give factors of 1.
+    """
     sizes = ranges
     if maker.shared_by > 1:  # one value head feeds several query heads: they share its factors
         sizes = ranges.reshape(-1, maker.shared_by, maker.head_dim).max(axis=1).reshape(-1)

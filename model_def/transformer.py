@@ -72,9 +72,11 @@ class Transformer(nn.Module):
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S].
+        Learned and sinusoidal positions count the real tokens of each row; rotary ones are distances and need not.
         """
         length = input_ids.shape[1]
-        x = self.embed(input_ids, torch.arange(length))
+        positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
+        x = self.embed(input_ids, positions)
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
             attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
             x = block.after_attention(x, attended)

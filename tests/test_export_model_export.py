@@ -29,6 +29,7 @@ from graphport.model_def.signature import (
     read_manifest,
 )
 from graphport.model_def.transformer import Transformer
+from graphport.runtime import SamplingParams, load
 
 FILES = {GRAPH_FILE, WEIGHTS_FILE, MANIFEST_FILE, FUSIONS_FILE}
 
@@ -376,3 +377,6 @@ def test_b81_a_model_over_two_gibibytes_goes_all_the_way(
     assert len(bundle.certificate) >= 5
     assert (tmp_path / "out" / WEIGHTS_FILE).stat().st_size > (2**31 if precision == "fp32" else 2**29)
     assert (tmp_path / "out" / GRAPH_FILE).stat().st_size < 30_000
+    with load(bundle.path, max_batch=1) as lm:
+        (output,) = lm.generate([[1, 2]], SamplingParams(max_new_tokens=2, temperature=0.0))
+    assert len(output.token_ids) == 2

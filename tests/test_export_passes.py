@@ -101,6 +101,28 @@ def test_the_llama_graph_has_no_node_to_spare() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["llama", "post"])
+def test_b46_fused_attention_equals_its_body_when_scores_reach_1e5(name: str) -> None:
+    """Masked keys have no weight whatever the scores: a finite fill would show among scores of this size."""
+    model = exported(name)
+    clean_graph(model)
+    for layer in range(2):
+        for part in ("query", "key"):
+            value = model.graph.initializers[f"blocks.{layer}.attention.{part}.weight"]
+            assert value.const_value is not None
+            value.const_value = ir.tensor(value.const_value.numpy() * 100, name=value.name)
+    feeds = [decoder_feed(CONFIGS[name], lengths, num_new) for lengths, num_new in STEPS]
+    for feed in feeds:
+        for key in [key for key in feed if key.endswith(".key")]:
+            feed[key] = feed[key] * 100
+    wanted = [run_graph(model, feed) for feed in feeds]
+    query, key = (np.abs(wanted[0][f"present.{layer}.key"][:, :, :7]).max() for layer in (0, 1))
+    assert min(query, key) > 150  # keys of 16 such values, and queries like them: scores of 16 * 150 * 150 / 4
+    compile_graph(model, make_plan(CONFIGS[name]))
+    for feed, want in zip(feeds, wanted, strict=True):
+        assert np.abs(run_graph(model, feed)["logits"] - want["logits"]).max() <= 1e-3
+
+
 @pytest.mark.parametrize("heads", [{"num_heads": 8}, {"num_heads": 3, "num_kv_heads": 3}])
 def test_b33_a_config_with_other_heads_than_the_graph_is_an_error(heads: dict[str, int]) -> None:
     plan = make_plan(change_attention(CONFIGS["llama"], **heads))

@@ -25,9 +25,10 @@ from tiny_graphs import (
     save_and_open,
 )
 
+from graphport.export.bundle import write_graph
 from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import BlockQuantized, quantize_blocks
-from graphport.export.targets import WEIGHT_BLOCK
+from graphport.export.targets import CUDA, WEIGHT_BLOCK
 from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE
 from graphport.model_def.transformer import Transformer
 
@@ -180,6 +181,10 @@ def test_b85_every_table_is_stored_once_and_b58_the_saved_file_is_the_quantised_
         tables = 2 * 16 * 8 * 4  # rotary
         limit = 1.05 * (bytes_of(wide_table, precision) + tables) + 16_000  # and the graph
         assert (tmp_path / precision / WEIGHTS_FILE).stat().st_size <= sizes[precision] <= limit, precision
+    half = exported.clone()
+    compile_graph(half, make_plan(config, "fp16", target=CUDA))
+    write_graph(half, tmp_path)
+    assert (tmp_path / WEIGHTS_FILE).stat().st_size <= 0.525 * (bytes_of(wide_table, "fp32") + tables) + 16_000
     assert sizes["int8"] < 0.35 * sizes["fp32"]
     assert sizes["int4"] < sizes["int8"]
     ops = [node.op_type for node in onnx.load(tmp_path / "int4" / GRAPH_FILE, load_external_data=False).graph.node]

@@ -26,6 +26,24 @@ def whole(model: Transformer, ids: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.parametrize("name", ["learned", "learned_offset", "sinusoidal", "grouped_query", "window", "everything"])
+@torch.no_grad()
+def test_b07_b08_left_pads_change_no_row_whatever_they_are(name: str) -> None:
+    model, text = tiny_model(CONFIGS[name]), token_ids(1, 5)
+    expected = model(text)[0]
+    for length in (5, 6, 9, 16, 31):
+        for pad in (0, int(text[0, 2])):
+            ids = torch.cat((torch.full((1, length - 5), pad), text), dim=1)
+            batch = torch.cat((ids, token_ids(1, length, seed=9)))
+            padding = torch.ones(2, length, dtype=torch.bool)
+            padding[0, : length - 5] = False
+            found = model(batch, padding=padding)
+            assert_parity(found[0, length - 5 :], expected, "equal models", what=f"{length - 5} pads")
+            assert_parity(found[1], model(batch[1:])[0], "equal models", what="the row without pads")
+    with pytest.raises(AssertionError, match="max difference"):
+        assert_parity(model(batch)[0, length - 5 :], expected, "equal models", what="mask off")
+
+
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": lambda x: x.clamp(min=0),
     "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,

@@ -11,6 +11,7 @@ import torch
 from parity import assert_parity, assert_same_choice
 from tiny_models import VOCAB, decode_length, tiny_configs, tiny_model, token_ids
 
+import graphport.export.model_export as export_module
 from graphport.export.bundle import write_graph
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import GraphRunner
@@ -25,7 +26,8 @@ from graphport.runtime import SamplingParams, load
 
 CONFIGS = tiny_configs()
 KINDS = sorted(CONFIGS)
-# The runtime is the same for all kinds; these differ in what the cache and the positions must do.
+EXACT = dataclasses.replace(CPU, accuracy_level=None)  # activations stay float: only the weights differ
+# Longer texts in batches of 8 for those that differ in what the cache and the positions must do.
 RUNTIME_KINDS = (
     "grouped_query",
     "window",
@@ -39,13 +41,16 @@ RUNTIME_KINDS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """One tiny model, its eager logits of `ids`, and a runner of each stage's graph."""
+    """One tiny model, its eager logits of `ids`, a runner of each stage's graph, and its fp32 bundle."""
 
     kind: str
+    model: Transformer
     ids: list[int]
     eager: np.ndarray
     exported: GraphRunner
     compiled: GraphRunner
+    quantised: GraphRunner
+    bundle: Path
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -56,15 +61,29 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ids = token_ids(min(length, 40)).tolist()
     folder = tmp_path_factory.mktemp(request.param)
     plan = CompilePlan(config=config, target=CPU, precision=CPU.precision("fp32"), max_length=length)
+    int8 = dataclasses.replace(plan, target=EXACT, precision=CPU.precision("int8"))
     graph = torch_to_onnx(CachedDecoder(model, max_length=length), decoder_signature(config))
+    with pytest.MonkeyPatch.context() as patch:  # every graph here comes from one trace
+        patch.setattr(export_module, "torch_to_onnx", lambda *_: graph.clone())
+        bundle = export(model, folder / "bundle", precision="fp32", context=length, verify=False)
     runners = []
-    for stage in ("exported", "compiled"):
+    for stage, how in (("exported", None), ("compiled", plan), ("quantised", int8)):
         (folder / stage).mkdir()
-        if stage == "compiled":
-            compile_graph(graph, plan)
-        write_graph(graph, folder / stage)
+        staged_graph = graph.clone()
+        if how is not None:
+            compile_graph(staged_graph, how)
+        write_graph(staged_graph, folder / stage)
         runners.append(GraphRunner(folder / stage / GRAPH_FILE, config))
-    return Staged(kind=request.param, ids=ids, eager=_eager(model, ids), exported=runners[0], compiled=runners[1])
+    return Staged(
+        kind=request.param,
+        model=model,
+        ids=ids,
+        eager=_eager(model, ids),
+        exported=runners[0],
+        compiled=runners[1],
+        quantised=runners[2],
+        bundle=bundle.path,
+    )
 
 
 def test_the_exported_graph_equals_eager(staged: Staged) -> None:
@@ -84,6 +103,26 @@ def test_the_compiled_graph_equals_the_exported_one(staged: Staged) -> None:
     assert_parity(staged.compiled.logits(staged.ids), staged.exported.logits(staged.ids), "compiled")
 
 
+def test_the_int8_graph_equals_eager_with_the_weights_that_it_holds(staged: Staged) -> None:
+    found = staged.quantised.logits(staged.ids, chunks=(5, 1))
+    assert_parity(found, _eager(_rounded(staged.model, 8), staged.ids), "quantised, exact activations")
+    with pytest.raises(AssertionError):
+        assert_parity(found, staged.eager, "quantised, exact activations")
+
+
+def test_the_runtime_gives_eagers_logits_and_tokens_in_chunks_and_ragged_batches(staged: Staged) -> None:
+    prompts = [token_ids(length, seed=length).tolist() for length in (1, 3, 7)]
+    with load(staged.bundle, max_batch=3, prefill_chunk=4, threads=1) as lm:
+        (logits,) = lm.logits([staged.ids])
+        assert_parity(logits, staged.eager, "compiled")
+        outputs = lm.generate(prompts, SamplingParams(max_new_tokens=8, temperature=0.0))
+        assert lm.generate([prompts[1]], SamplingParams(max_new_tokens=8, temperature=0.0)) == [outputs[1]]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert len(output.token_ids) == 8
+        eager = _eager(staged.model, [*prompt, *output.token_ids[:-1]])[len(prompt) - 1 :]
+        assert_same_choice(_one_hot(output.token_ids), eager, "compiled")
+
+
 def test_ids_one_position_later_are_rejected(staged: Staged) -> None:
     shifted = staged.compiled.logits([staged.ids[-1], *staged.ids[:-1]])
     if staged.kind == "window_of_one":  # it sees one token at a distance of zero: no shift can show
@@ -98,8 +137,7 @@ def test_ids_one_position_later_are_rejected(staged: Staged) -> None:
 def test_quantised_graphs_equal_eager_with_the_weights_that_they_hold(tmp_path: Path, bits: int, head: str) -> None:
     config = dataclasses.replace(CONFIGS["grouped_query"], head=head)
     model = tiny_model(config)
-    exact = dataclasses.replace(CPU, accuracy_level=None)  # activations stay float: only the weights differ
-    plan = CompilePlan(config=config, target=exact, precision=CPU.precision(f"int{bits}"), max_length=40)
+    plan = CompilePlan(config=config, target=EXACT, precision=CPU.precision(f"int{bits}"), max_length=40)
     graph = torch_to_onnx(CachedDecoder(model, max_length=40), decoder_signature(config))
     compile_graph(graph, plan)
     write_graph(graph, tmp_path)
@@ -188,7 +226,7 @@ def _rounded(model: Transformer, bits: int) -> Transformer:
     for name, tensor in model.state_dict().items():
         is_table = name in ("embedding.weight", "head.weight")
         state[name] = tensor
-        if tensor.ndim == 2:
+        if tensor.ndim == 2 and name != "position.weight":  # looked up by Gather, in float32
             blocks = quantize_blocks(tensor.numpy(), 8 if is_table else bits)
             state[name] = torch.from_numpy(blocks.dequantize())
     rounded.load_state_dict(state)
