@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 NEW_TOKENS = 32
@@ -46,12 +47,16 @@ def main() -> None:
 
 def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
     import torch
+    import transformers
     from transformers import AutoModelForCausalLM
 
     from graphport.runtime import load
     from graphport.runtime.benchmark import measure_speed
 
     torch.set_num_threads(arguments.threads)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # transformers 5.24 renames past_key_values
     is_file = arguments.model.is_file()
     model = AutoModelForCausalLM.from_pretrained(
         arguments.model.parent if is_file else arguments.model,
@@ -59,6 +64,8 @@ def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
         dtype=torch.float32,
     ).eval()
     lines = [
+        "Tokens a second, batch 1; in brackets slowest and fastest of the repeats.",
+        "",
         "| prompt | prefill graphport | prefill eager | ratio | decode graphport | decode eager | ratio |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -66,18 +73,19 @@ def _speed(arguments: argparse.Namespace, lengths: list[int]) -> list[str]:
         measure_speed(lm, prompt_length=32, batch=1, new_tokens=4, repeats=1)  # warm
         _eager_once(model, 32, 4, seed=99)
         for length in lengths:
+            print(f"prompts of {length} tokens", file=sys.stderr)
             ours: list[tuple[float, float]] = []
             theirs: list[tuple[float, float]] = []
             for repeat in range(REPEATS):
                 row = measure_speed(lm, prompt_length=length, batch=1, new_tokens=NEW_TOKENS, repeats=1, seed=repeat)
                 ours.append((row.prefill_tokens_per_s, row.decode_tokens_per_s))
                 theirs.append(_eager_once(model, length, NEW_TOKENS, seed=repeat))
-            prefill, decode = (statistics.median(pair[i] for pair in ours) for i in (0, 1))
-            eager_prefill, eager_decode = (statistics.median(pair[i] for pair in theirs) for i in (0, 1))
-            lines.append(
-                f"| {length} | {prefill:.0f} | {eager_prefill:.0f} | {prefill / eager_prefill:.2f} "
-                f"| {decode:.1f} | {eager_decode:.1f} | {decode / eager_decode:.2f} |"
-            )
+            cells = [str(length)]
+            for phase in (0, 1):
+                mine, other = [pair[phase] for pair in ours], [pair[phase] for pair in theirs]
+                ratio = statistics.median(mine) / statistics.median(other)
+                cells += [_spread(mine), _spread(other), f"{ratio:.2f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -98,7 +106,12 @@ def _eager_once(model: object, length: int, new_tokens: int, *, seed: int) -> tu
     return length / (first - begin), (new_tokens - 1) / (end - first)
 
 
+def _spread(rates: list[float]) -> str:
+    return f"{statistics.median(rates):.1f} ({min(rates):.0f}-{max(rates):.0f})"
+
+
 def _processes(arguments: argparse.Namespace) -> list[str]:
+    print("load, generate and export, each in a process of its own", file=sys.stderr)
     load_times = [float(_run(_LOAD, str(arguments.bundle))) for _ in range(REPEATS)]
     peak = json.loads(_run(_GENERATE, str(arguments.bundle)))
     lines = [

@@ -27,7 +27,7 @@ from graphport.export.certify import certify_bundle, certify_stages, eager_logit
 from graphport.export.fusion_report import fusion_account
 from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.parity import Check, require_passed
-from graphport.export.pipeline import compile_graph, count_fusions, require_fusions
+from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
@@ -79,6 +79,7 @@ def export(
     found_precision = found_target.precision(precision)
     cache_dtype = _cache_dtype(kv_cache, found_precision.activations)
     _require_numbers(seed=seed, context=context)
+    check_rules(require_fused or {})
     check_destination(out, force=force)
 
     progress("reading the model")
@@ -234,7 +235,8 @@ def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ..
             "target": plan.target.name,
             "precision": plan.precision.name,
             "accuracy_level": plan.target.accuracy_level,
-            "provider": CPU.provider,
+            "checked_precision": plan.precision.name if plan.target is CPU else "fp32",
+            "checked_provider": CPU.provider,
             "onnxruntime": onnxruntime.__version__,
             "onnx_ir": ir.__version__,
             "machine": platform.machine(),

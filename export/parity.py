@@ -81,7 +81,7 @@ def compare(reference: Logits, candidate: Logits) -> Difference:
         max_abs=max_abs,
         mean_abs=total / reference.size,
         worst=worst,
-        kl=kl / len(reference) if np.isfinite(kl) else float("inf"),
+        kl=max(kl / len(reference), 0.0) if np.isfinite(kl) else float("inf"),  # rounding may end below zero
         top1=agreements / len(reference),
     )
 

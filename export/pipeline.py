@@ -36,6 +36,20 @@ PASSES: tuple[GraphPass, ...] = (
     finish_graph,
 )
 
+# What the reports of these passes are called, in order; what `--require-fused` may name.
+RULES = (
+    "smoothed",
+    "residual_norm",
+    "packed_qkv",
+    "packed_gate_up",
+    "silu",
+    "attention",
+    "qk_norm",
+    "norm",
+    "half_precision",
+    "linear",
+)
+
 _MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
 
 
@@ -98,12 +112,18 @@ def check_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int]) 
         raise FusionError(f"rule {rule} fused {found} sites, {wanted} are called for. {blame}")
 
 
+def check_rules(required: Mapping[str, object]) -> None:
+    """Raise FusionError unless every name in `required` is a rule's."""
+    for rule in required:
+        if rule not in RULES:
+            raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(RULES)}")
+
+
 def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | Literal["all"]]) -> None:
     """Check the user's counts; "all" means that no candidate of the rule may be left. Raises FusionError."""
+    check_rules(required)
     counts = count_fusions(reports)
     for rule, wanted in required.items():
-        if rule not in counts:
-            raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(counts)}")
         left = _misses(reports, rule)
         if wanted == "all" and (left or not counts[rule]):
             blame = _explain_misses(left) or "No candidate seen."

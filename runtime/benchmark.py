@@ -34,12 +34,7 @@ def measure_speed(
     The time to the first token is that of the last prompt to get one; `lm` should be loaded with room for the batch.
     Raises ValueError when the request cannot fit.
     """
-    if new_tokens < 2:
-        raise ValueError(f"new_tokens must be at least 2 to time decoding, got {new_tokens}")
-    if prompt_length + new_tokens > lm.max_length:
-        raise ValueError(
-            f"prompt_length ({prompt_length}) + new_tokens ({new_tokens}) exceed the bundle's {lm.max_length} tokens"
-        )
+    check_fits(lm, prompt_length=prompt_length, new_tokens=new_tokens)
     random = np.random.default_rng(seed)
     firsts, decodes = [], []
     for _ in range(repeats):
@@ -56,6 +51,17 @@ def measure_speed(
         prefill_tokens_per_s=batch * prompt_length / first,
         decode_tokens_per_s=batch * (new_tokens - 1) / decode,
     )
+
+
+def check_fits(lm: LanguageModel, *, prompt_length: int, new_tokens: int) -> None:
+    """Raise ValueError unless a prompt and its continuation fit the bundle, and there is a second token to time."""
+    if new_tokens < 2:
+        raise ValueError(f"new_tokens must be at least 2 to time decoding, got {new_tokens}")
+    if prompt_length + new_tokens > lm.max_length:
+        raise ValueError(
+            f"prompt_length ({prompt_length}) + new_tokens ({new_tokens}) exceed the bundle's {lm.max_length} tokens; "
+            "give shorter prompts or fewer new tokens"
+        )
 
 
 def _time_once(lm: LanguageModel, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:

@@ -75,7 +75,7 @@ def tiny_manifest() -> Manifest:
         signature=decoder_signature(config),
         generation=GenerationDefaults(),
         source={"format": "gguf", "name": "tiny[1].gguf"},
-        files={"model.onnx": FileRecord(size=2_500_000, sha256="00")},
+        files={name: FileRecord(size=1_250_000, sha256="00") for name in ("model.onnx", "tokenizer.json")},
     )
 
 

@@ -27,6 +27,7 @@ import typer
 import graphport
 from graphport import cli_tables
 from graphport.cli_answers import answer, chat_turns, prompt_ids, timing_line
+from graphport.model_def.signature import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from graphport.runtime import SamplingParams
@@ -44,6 +45,7 @@ CacheType = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
 
 _INSTALL_EXPORT = "pip install 'graphport[export]'"
 _CHAT_NEW_TOKENS = 512
+_BENCH_LENGTHS = (32, 512, 2048)
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Bundle folder to write; must not exist, unless --force.")],
     *,
     target: Annotated[Target, typer.Option(help="Where the bundle will run.")] = "cpu",
-    precision: Annotated[Precision, typer.Option(help="Weights; gguf keeps the file's own values.")] = "int8",
+    precision: Annotated[Precision, typer.Option(help="Weights and activations; gguf is not built yet.")] = "int8",
     kv_cache: Annotated[CacheType, typer.Option(help="Element type of the KV cache.")] = "auto",
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt + answer, in tokens.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs used to verify.")] = 0,
@@ -122,7 +124,13 @@ def export(
     cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
     cli_tables.print_notes(bundle.notes)
     print(bundle.path)
-    cli_tables.print_line(f'next: graphport generate {shlex.quote(str(bundle.path))} "What is the capital of France?"')
+    if TOKENIZER_FILE in bundle.manifest.files:
+        question = '"What is the capital of France?"'
+        cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
+    else:
+        cli_tables.print_line(
+            f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
+        )
 
 
 @app.command()
@@ -222,18 +230,27 @@ def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) 
 def bench(
     bundle: BundlePath,
     *,
-    prompt_lengths: Annotated[str, typer.Option(metavar="N,N,...", help="Prompt tokens a row.")] = "32,512,2048",
+    prompt_lengths: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="Prompt tokens a row (default: those of 32,512,2048 that fit)."),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate a row.")] = 32,
     batch: Annotated[str, typer.Option(metavar="N,N,...", help="Rows at once.")] = "1",
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
     """Time prefill and decode of BUNDLE on random prompts on this machine: medians of 3."""
-    lengths, batches = _numbers("--prompt-lengths", prompt_lengths), _numbers("--batch", batch)
+    lengths = None if prompt_lengths is None else _numbers("--prompt-lengths", prompt_lengths)
+    batches = _numbers("--batch", batch)
     from graphport.runtime import load
-    from graphport.runtime.benchmark import measure_speed
+    from graphport.runtime.benchmark import check_fits, measure_speed
 
     lm = load(bundle, max_batch=max(batches))
+    longest = lm.max_length - new_tokens
+    if lengths is None:
+        lengths = [length for length in _BENCH_LENGTHS if length <= longest] or [max(longest, 1)]
+    for length in lengths:
+        check_fits(lm, prompt_length=length, new_tokens=new_tokens)
     rows = []
     with cli_tables.progress_lines() as progress:
         for rows_at_once in batches:

@@ -113,12 +113,14 @@ def print_report(report: Report) -> None:
     print_bundle(manifest, report.fusions, report.checks or ())
     if report.checks is None:
         print_line("no certificate: it was exported with --no-verify")
+    elif manifest.target != "cpu":
+        print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
 
 
 def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequence[CheckRow]) -> None:
     """Files and sizes, what fused and how often, parity figures with their tolerances."""
     files = Table("file", "size", show_footer=True)
-    files.columns[0].footer = "all"
+    files.columns[0].footer = "sum"
     files.columns[1].footer = _size(sum(record.size for record in manifest.files.values()))
     files.columns[1].justify = "right"
     for name, record in manifest.files.items():
@@ -126,7 +128,8 @@ def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequenc
     fused = Table("fused", "count")
     fused.columns[1].justify = "right"
     for rule, count in fusions.items():
-        fused.add_row(escape(rule), str(count))
+        if count:
+            fused.add_row(escape(rule), str(count))
     console = _console()
     for table in (files, fused):
         if table.row_count:
