@@ -78,6 +78,9 @@ class Engine:
         ids = sequence.prompt_ids[begin : begin + limit]
         rows = np.arange(len(ids)) if sequence.wants_all_logits else None
         try:
+            # room for the whole prompt and a token after it: the cache grows, or refuses, once and before the work
+            room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
+            self.cache.reserve(slot + 1, room)
             self.num_steps += 1
             logits = self.session.step(self.cache, ids[np.newaxis], rows, first_slot=slot)
             is_last = begin + len(ids) == len(sequence.prompt_ids)
