@@ -39,6 +39,7 @@ recorded := $(shell cat $(call quote,$(settings)) 2> /dev/null)
 held := $(shell head -n 1 $(call quote,$(settings)) 2> /dev/null)
 
 # Two models may have one default OUT (a/model and b/model): the second does not replace the first unless OUT says so.
+taken :=
 ifneq ($(origin OUT),command line)
 ifneq ($(held:%/=%),$(MODEL:%/=%))
 taken := $(if $(bundle),$(out) holds a bundle of $(or $(held),unknown origin) and not of $(MODEL): name another OUT (or this OUT to replace it))
@@ -85,6 +86,8 @@ next = next:   make generate$(if $(filter command line,$(origin OUT) $(origin MO
 # The files of MODEL: itself, those in the folder, the .py before the colon. Names that make cannot take are left out.
 parts := $(wildcard $(wildcard $(MODEL) $(MODEL:%/=%)/* $(firstword $(subst .py:,.py ,$(MODEL)))))
 parts := $(foreach part,$(parts),$(if $(findstring :,$(part)),,$(part)))
+
+exported :=
 
 # Exported again when the settings, the model or the exporter changed; only a folder that is a bundle is replaced.
 # The settings are written last, so that they are those of the bundle that is there.
