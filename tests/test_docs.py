@@ -1,4 +1,4 @@
-"""The Python in README and docs runs as it stands, on tiny models."""
+"""README and docs: their Python runs as it stands, on tiny models; their commands, options and links exist."""
 
 import json
 import re
@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizers
+import typer
 from gguf import GGUFWriter
 from tiny_checkpoints import make_model, write_gguf
 
+from graphport.cli import app
 from graphport.export import export
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -59,3 +61,33 @@ def test_python_of_the_pages_runs(
     if name.startswith("README"):  # it exports to a folder that does not exist yet
         shutil.rmtree("build/model")
     exec(compile(code, "page", "exec"), {"__name__": "page"})
+
+
+_PAGES = sorted(path.relative_to(CHECKOUT) for path in (CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")))
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=str)
+def test_commands_in_the_pages_exist(page: Path) -> None:
+    text = (CHECKOUT / page).read_text()
+    code = "\n".join(re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    code += "\n" + "\n".join(re.findall(r"(?<!`)`((?:make|graphport) [^`]+)`", text))
+    targets = set(re.findall(r"^\.PHONY: (.+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    commands = typer.main.get_command(app).commands
+    for line in code.splitlines():
+        words = line.split()
+        if words[:1] == ["make"]:
+            assert words[1] in targets, line
+        if words[:1] == ["graphport"] and words[1].islower():
+            options = {
+                name for parameter in commands[words[1]].params for name in parameter.opts + parameter.secondary_opts
+            }
+            for option in re.findall(r"--[a-z-]+", line):
+                assert option in options | {"--help"}, line
+    assert code.strip(), f"{page} shows no command"
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=str)
+def test_links_in_the_pages_lead_to_files(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (CHECKOUT / page).read_text()):
+        if "://" not in link:
+            assert (CHECKOUT / page.parent / link).exists(), link

@@ -1,4 +1,4 @@
-"""The Makefile, the model's download, and the commands and links in README and docs.
+"""The Makefile and the model's download.
 
 In: the checkout, and folders with stand-ins for `graphport` and pip. Nothing is installed and nothing is fetched.
 """
@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-
-from graphport.cli import app
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -327,33 +324,3 @@ def test_make_refuses_an_old_python_and_a_path_with_spaces(tmp_path: Path) -> No
     done = _make("-n", "export", "OUT=a b")
     assert done.returncode == 2
     assert "without spaces" in done.stderr
-
-
-_PAGES = sorted(path.relative_to(CHECKOUT) for path in (CHECKOUT / "README.md", *(CHECKOUT / "docs").glob("*.md")))
-
-
-@pytest.mark.parametrize("page", _PAGES, ids=str)
-def test_commands_in_the_pages_exist(page: Path) -> None:
-    text = (CHECKOUT / page).read_text()
-    code = "\n".join(re.findall(r"^```(?:sh|console)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    code += "\n" + "\n".join(re.findall(r"(?<!`)`((?:make|graphport) [^`]+)`", text))
-    targets = set(re.findall(r"^\.PHONY: (.+)$", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
-    commands = typer.main.get_command(app).commands
-    for line in code.splitlines():
-        words = line.split()
-        if words[:1] == ["make"]:
-            assert words[1] in targets, line
-        if words[:1] == ["graphport"] and words[1].islower():
-            options = {
-                name for parameter in commands[words[1]].params for name in parameter.opts + parameter.secondary_opts
-            }
-            for option in re.findall(r"--[a-z-]+", line):
-                assert option in options | {"--help"}, line
-    assert code.strip(), f"{page} shows no command"
-
-
-@pytest.mark.parametrize("page", _PAGES, ids=str)
-def test_links_in_the_pages_lead_to_files(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (CHECKOUT / page).read_text()):
-        if "://" not in link:
-            assert (CHECKOUT / page.parent / link).exists(), link
