@@ -54,18 +54,30 @@ def test_make_help_lists_every_target() -> None:
         (["MODEL=own.py:make", "OUT=/tmp/there/"], "/tmp/there"),
     ],
 )
-def test_make_export_gives_each_setting_a_folder_of_its_own(settings: list[str], folder: str) -> None:
-    done = _make("--dry-run", "export", *settings)
+def test_make_export_gives_each_setting_a_folder_of_its_own(
+    settings: list[str], folder: str, fake_checkout: Path
+) -> None:
+    done = _make("-C", str(fake_checkout), "--dry-run", "export", *settings)
     assert done.returncode == 0, done.stderr
     assert f" {folder} --target" in done.stdout
     assert f"bundle: {folder}'" in done.stdout
+
+
+_SOURCES = (
+    "constraints.txt",
+    "pyproject.toml",
+    "model.gguf",
+    "examples/fetch_smollm2.py",
+    "export/pipeline.py",
+    "model_def/config.py",
+)
 
 
 @pytest.fixture
 def fake_checkout(tmp_path: Path) -> Path:
     """The Makefile and a `graphport` that only writes its arguments to `calls`, stdin to `prompt`, and a manifest."""
     shutil.copy(CHECKOUT / "Makefile", tmp_path)
-    for name in ("constraints.txt", "pyproject.toml", "model.gguf", "export/pipeline.py", "model_def/config.py"):
+    for name in _SOURCES:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     command = tmp_path / ".venv/bin/graphport"
@@ -242,15 +254,7 @@ def test_make_clean_keeps_the_downloads_and_the_sources(fake_checkout: Path) -> 
     assert _make("-C", str(fake_checkout), "clean").returncode == 0
     assert "everything in build/ except build/downloads" in _make("help").stdout
     left = {str(path.relative_to(fake_checkout)) for path in fake_checkout.rglob("*") if path.is_file()}
-    sources = {
-        "Makefile",
-        "constraints.txt",
-        "pyproject.toml",
-        "model.gguf",
-        "export/pipeline.py",
-        "model_def/config.py",
-    }
-    assert left == sources | {"build/downloads/model.gguf"}
+    assert left == {"Makefile", *_SOURCES} | {"build/downloads/model.gguf"}
 
 
 def _fetch(folder: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> dict[str, Any]:
