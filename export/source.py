@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import runpy
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,12 +100,26 @@ def _hash(model: Transformer) -> str:
 
 
 def _call(path: Path, function: str) -> object:
-    """Call the user's function; what it prints goes to stderr, and it cannot move the process to another folder."""
+    """Call the user's function as `python path` would run it: its folder is searched for imports.
+
+    What it prints goes to stderr, and it cannot move the process to another folder.
+    """
     try:
-        with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
+        with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr), _searched(path.resolve().parent):
             make = runpy.run_path(str(path)).get(function)
             if callable(make):
                 return make()
     except (Exception, SystemExit) as error:  # the user's own code may raise anything; --debug shows the traceback
         raise CheckpointError(f"{path}:{function} failed: {type(error).__name__}: {error}") from error
     raise CheckpointError(f"{path} defines no function {function!r}")
+
+
+@contextlib.contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Search `folder` first for imports, for as long as the block runs."""
+    before = sys.path.copy()
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path[:] = before

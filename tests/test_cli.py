@@ -18,7 +18,7 @@ from cli_fakes import FakeExport, FakeRuntime, PipedInput
 from graphport.cli import app, main
 from graphport.runtime.memory import NotEnoughMemoryError
 
-# DESIGN, "Command line": the commands built so far. A change here is a change of the contract.
+# The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
     "export": "SOURCE OUT --context --debug --force --kv-cache --no-verify --precision --require-fused --seed --target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "

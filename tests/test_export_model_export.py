@@ -1,6 +1,7 @@
 """`export()` from sources to bundles: what is written, refused and noted, and that two runs come out equal."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,14 @@ def test_a_function_that_prints_and_changes_folder_disturbs_neither_stdout_nor_t
         open_source(python_source(tmp_path, "import os; os.chdir('/'); print('loading'); return os.getcwd()"), seed=0)
     assert Path.cwd() == here
     assert capsys.readouterr() == ("", "loading\n")
+
+
+def test_a_function_may_import_from_its_own_folder(tmp_path: Path) -> None:
+    before = list(sys.path)
+    (tmp_path / "sizes_of_mine.py").write_text("VOCABULARY = 7\n")
+    with pytest.raises(CheckpointError, match="returned int"):
+        open_source(python_source(tmp_path, "from sizes_of_mine import VOCABULARY; return VOCABULARY"), seed=0)
+    assert sys.path == before
 
 
 @pytest.mark.parametrize(
