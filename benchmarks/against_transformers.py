@@ -121,6 +121,8 @@ def _processes(arguments: argparse.Namespace) -> list[str]:
         f"| `generate` of 64 tokens: peak resident memory | {peak['peak_mib']:.0f} MiB |",
         f"| of which weights on disk + cache | {peak['weights_mib']:.0f} + {peak['cache_mib']:.0f} MiB |",
     ]
+    reads = [float(_run(_READ, str(arguments.model))) for _ in range(REPEATS)]
+    lines.append(f"| reading the model into float32 weights, median of {REPEATS} | {statistics.median(reads):.2f} s |")
     if not arguments.no_export:
         with tempfile.TemporaryDirectory(dir=arguments.bundle.parent) as folder:
             seconds, mib = _run(_EXPORT, str(arguments.model), f"{folder}/bundle").split()
@@ -160,6 +162,14 @@ print(json.dumps({
 }))
 """
 )
+
+_READ = """
+import sys, time
+from graphport.model_def.checkpoint import load_checkpoint
+begin = time.perf_counter()
+load_checkpoint(sys.argv[1])
+print(time.perf_counter() - begin)
+"""
 
 _EXPORT = (
     _PEAK

@@ -317,26 +317,23 @@ def test_smollm2_loads_with_every_weight_and_its_end_id(smollm2_gguf: Path) -> N
 
 # VmHWM, not getrusage: ru_maxrss of a child starts at its parent's size, so that beneath a large one nothing shows
 _MEASURE = """
-import sys, time
+import sys
 from graphport.model_def.checkpoint import load_checkpoint
 
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
-before, start = peak(), time.process_time()
+before = peak()
 checkpoint = load_checkpoint(sys.argv[1])
-seconds = time.process_time() - start
-print(seconds, (peak() - before) / sum(weight.nbytes for weight in checkpoint.weights.values()))
+print((peak() - before) / sum(weight.nbytes for weight in checkpoint.weights.values()))
 """
 
 
 @pytest.mark.real
-def test_smollm2_loads_in_five_seconds_and_below_twice_its_size(smollm2_gguf: Path) -> None:
-    """CPU seconds, which neighbours on the machine do not change; measured: 2.6 s, 1.23 times."""
+def test_smollm2_loads_below_twice_its_size(smollm2_gguf: Path) -> None:
+    """Measured: 1.23 times. How long it takes stands in `benchmarks/`."""
     run = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(smollm2_gguf)], check=True, capture_output=True, text=True
     )
-    seconds, times_size = (float(word) for word in run.stdout.split())
-    assert 1 < times_size < 2
-    assert seconds < 5
+    assert 1 < float(run.stdout) < 2

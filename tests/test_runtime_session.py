@@ -4,8 +4,6 @@ import dataclasses
 import logging
 import os
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -207,25 +205,21 @@ def test_a_failed_step_leaves_the_row_as_it_was(
     assert np.abs(logits - reference_logits(bundle.weights, ids)[-1]).max() < TOLERANCE
 
 
-def test_a_decode_step_costs_little_beyond_the_run_itself(session: Session) -> None:
-    cache = session.new_cache(max_slots=1, max_length=64)
+def test_a_decode_step_binds_nothing_anew(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearly all of a step beyond ONNX Runtime's own run would be binding (0.013 ms is left without it)."""
+    cache = session.new_cache(max_slots=2, max_length=64)
     cache.claim()
     ids = np.array([[5]])
     session.step(cache, ids)
-
-    def seconds(call: Callable[[], object], count: int = 200) -> float:
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - begin) / count
-
-    def step() -> None:
-        cache.rewind(0, 1)
+    bound: list[str] = []
+    for kind in ("bind_input", "bind_output"):
+        monkeypatch.setattr(session._binding, kind, lambda name, *_: bound.append(name))
+    for _ in range(20):
         session.step(cache, ids)
-
-    whole = min(seconds(step) for _ in range(5))
-    run = min(seconds(lambda: session._session.run_with_iobinding(session._binding)) for _ in range(5))
-    assert whole - run < 0.3e-3  # measured: 0.013 ms
+    assert bound == []
+    cache.claim()
+    session.step(cache, np.array([[5], [6]]))  # another batch is bound, so that the count can fail
+    assert bound
 
 
 def test_b82_opens_from_any_directory_after_moving_and_through_a_link(
