@@ -12,11 +12,15 @@ from graphport.export.pipeline import count_fusions
 FUSIONS_FORMAT = 1
 
 
-def fusion_account(reports: tuple[PassReport, ...], *, num_nodes: int) -> dict[str, Any]:
-    """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph."""
+def fusion_account(reports: tuple[PassReport, ...], *, num_nodes: int, advice: tuple[str, ...] = ()) -> dict[str, Any]:
+    """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
+
+    `advice`: lines on the kernels that the model's sizes miss.
+    """
     return {
         "format": FUSIONS_FORMAT,
         "nodes": num_nodes,
         "counts": count_fusions(reports),
+        "advice": list(advice),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

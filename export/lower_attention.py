@@ -129,9 +129,7 @@ def _rotate_before(model: ir.Model, node: ir.Node, rotation: _Rotation) -> None:
     query = node.inputs[0]
     assert query is not None
     attach_function(model, "Positions")
-    positions = new_node(
-        node, "Positions", [query, node.inputs[5], node.inputs[6]], domain=DOMAIN, name=f"{node.name}_positions"
-    )
+    positions = new_node(node, "Positions", [query, node.inputs[5]], domain=DOMAIN, name=f"{node.name}_positions")
     for index, heads in ((0, "num_heads"), (1, "kv_num_heads")):
         rotated = new_node(
             node,

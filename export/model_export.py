@@ -26,6 +26,7 @@ from graphport.export.calibrate import (
 from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
 from graphport.export.graph_pass import CompilePlan, name_site
+from graphport.export.kernel_advice import kernel_advice
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
@@ -111,14 +112,15 @@ def export(
         elif verify:
             notes += (f"the fused graph was checked on the CPU in fp32; {precision} runs on {target} alone",)
         progress("writing the bundle")
-        account = fusion_account(reports, num_nodes=len(exported.graph))
+        advice = kernel_advice(exported, plan)
+        account = fusion_account(reports, num_nodes=len(exported.graph), advice=advice)
         manifest = _write_files(folder, opened, plan, cache_dtype, account, checks, verified=verify)
     return Bundle(
         path=out,
         manifest=manifest,
         fusions=count_fusions(reports),
         certificate=checks,
-        notes=(*opened.notes, *notes),
+        notes=(*opened.notes, *notes, *advice),
     )
 
 

@@ -54,17 +54,19 @@ def Rotate(heads: FLOAT, cos: FLOAT, sin: FLOAT, rotary_interleaved: int) -> FLO
 @script(GRAPHPORT, default_opset=op)
 def SplitHeads(x: FLOAT, heads: int) -> FLOAT:
     """[B, S, N*H] to [B, N, S, H]."""
-    count = op.Reshape(op.Constant(value_int=heads), [1])
+    count = op.Unsqueeze(op.Constant(value_int=heads), [0])
     shape = op.Concat([0], [0], count, [-1], axis=0)
     return op.Transpose(op.Reshape(x, shape), perm=[0, 2, 1, 3])
 
 
 @script(GRAPHPORT, default_opset=op)
-def PastLengths(seqlens_k: INT32, total_sequence_length: INT32, num_new: INT64) -> INT64:
-    """Tokens cached before the step [B]: 0 on the first prompt, else seqlens_k + 1 - num_new."""
-    is_first = op.Equal(op.Cast(total_sequence_length, to=7), num_new)
-    before = op.Cast(seqlens_k, to=7) + 1 - num_new
-    return op.Where(is_first, op.CastLike(0, before), before)
+def PastLengths(seqlens_k: INT32, num_new: INT64) -> INT64:
+    """Tokens cached before the step [B]: seqlens_k + 1 - num_new, or 0 in a row that is padded to num_new.
+
+    A Range turns the size into a tensor on the device: a copy from the host would forbid capture as a CUDA graph.
+    """
+    before = op.Cast(seqlens_k, to=7) + op.Range(1 - num_new, 2 - num_new, 1)
+    return op.Max(before, op.CastLike(0, before))
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -73,8 +75,9 @@ def WriteCache(cache: FLOAT, new: FLOAT, past: INT64) -> FLOAT:
     num_new = op.Squeeze(op.Shape(new, start=2, end=3))
     capacity = op.Squeeze(op.Shape(cache, start=2, end=3))
     source = op.Range(0, capacity, 1) - op.Unsqueeze(past, [1])
-    fresh = op.And(source >= 0, source < num_new)
-    clipped = op.Min(op.Max(source, op.CastLike(0, source)), num_new - 1)
+    last = op.Range(num_new - 1, num_new, 1)  # on the device, see PastLengths
+    fresh = op.And(source >= 0, source <= last)
+    clipped = op.Min(op.Max(source, op.CastLike(0, source)), last)
     index = op.Expand(op.Unsqueeze(clipped, [1, 3]), op.Shape(cache))
     return op.Where(op.Unsqueeze(fresh, [1, 3]), op.GatherElements(new, index, axis=2), cache)
 
@@ -129,7 +132,7 @@ def CachedAttention(
 ) -> tuple[FLOAT, FLOAT, FLOAT]:
     """Write new keys and values into the cache, attend over it; see `model_def.ops.cached_attention`."""
     num_new = op.Squeeze(op.Shape(query, start=1, end=2))
-    past = PastLengths(seqlens_k, total_sequence_length, num_new)
+    past = PastLengths(seqlens_k, num_new)
     positions = op.Unsqueeze(past, [1]) + op.Range(0, num_new, 1)
     present_key = WriteCache(past_key, SplitHeads(key, heads=kv_num_heads), past)
     present_value = WriteCache(past_value, SplitHeads(value, heads=kv_num_heads), past)
@@ -166,7 +169,7 @@ def RotaryCachedAttention(
 ) -> tuple[FLOAT, FLOAT, FLOAT]:
     """CachedAttention with queries and keys rotated by tables [P, D/2] first."""
     num_new = op.Squeeze(op.Shape(query, start=1, end=2))
-    past = PastLengths(seqlens_k, total_sequence_length, num_new)
+    past = PastLengths(seqlens_k, num_new)
     positions = op.Unsqueeze(past, [1]) + op.Range(0, num_new, 1)
     cos_rows = op.Unsqueeze(op.Gather(cos, positions), [1])
     sin_rows = op.Unsqueeze(op.Gather(sin, positions), [1])
@@ -187,10 +190,10 @@ def RotaryCachedAttention(
 
 
 @script(GRAPHPORT, default_opset=op)
-def Positions(query: FLOAT, seqlens_k: INT32, total_sequence_length: INT32) -> INT64:
+def Positions(query: FLOAT, seqlens_k: INT32) -> INT64:
     """Positions [B, S] of the new tokens whose queries are `query` [B, S, W]."""
     num_new = op.Squeeze(op.Shape(query, start=1, end=2))
-    past = PastLengths(seqlens_k, total_sequence_length, num_new)
+    past = PastLengths(seqlens_k, num_new)
     return op.Unsqueeze(past, [1]) + op.Range(0, num_new, 1)
 
 

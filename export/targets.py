@@ -31,12 +31,22 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FastDecode:
+    """The fastest attention kernel for one new token a row, and what it takes: head sizes, query heads a kv head."""
+
+    kernel: str
+    head_dims: tuple[int, ...]
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     """One ONNX Runtime execution provider and what its kernels accept.
 
     `head_multiple` and `rotary_multiple`: GroupQueryAttention's head size, and the head size and rotary width when
     it rotates. `accuracy_level` is MatMulNBits' (4: int8 activations a block; None: the kernel's own choice).
-    `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself.
+    `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself. `fast_decode` and `fast_rows` (bits,
+    multiple of MatMulNBits' rows) are what the fastest kernels take; a model that misses them runs on slower ones.
     """
 
     name: str
@@ -46,6 +56,8 @@ class Target:
     rotary_multiple: int
     accuracy_level: int | None
     qk_norm_inside: bool
+    fast_decode: FastDecode | None = None
+    fast_rows: tuple[tuple[int, int], ...] = ()
 
     def precision(self, name: str) -> Precision:
         """The row called `name`; raises TargetError with the known names, or with the reason for a refusal."""
@@ -97,6 +109,8 @@ CUDA = Target(
     rotary_multiple=16,
     accuracy_level=None,
     qk_norm_inside=True,
+    fast_decode=FastDecode(kernel="XQA", head_dims=(64, 128, 256), groups=(1, 2, 4, 5, 8, 16, 32)),
+    fast_rows=((4, 64), (8, 32)),
 )
 
 TARGETS: tuple[Target, ...] = (CPU, CUDA)

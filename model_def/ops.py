@@ -56,8 +56,8 @@ def cached_attention(
     there and attend like the others here. Raises ValueError when a row's tokens do not fit its cache.
     """
     num_new, capacity = query.shape[1], past_key.shape[2]
-    past = past_lengths(seqlens_k, total_sequence_length, num_new)  # [B]
-    _check_room(past, num_new, capacity)
+    _check_room(seqlens_k, total_sequence_length, num_new, capacity)
+    past = past_lengths(seqlens_k, num_new)  # [B]
     positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
     queries = split_heads(query, num_heads)  # [B, N, S, H]
     keys = split_heads(key, num_kv_heads)
@@ -138,9 +138,12 @@ def attend(
     return weights.to(values.dtype) @ values
 
 
-def past_lengths(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int) -> Tensor:
-    """Tokens cached before the step [B]: 0 on the first prompt (total == num_new), else length - num_new."""
-    return torch.where(total_sequence_length == num_new, 0, seqlens_k + 1 - num_new).to(torch.int64)
+def past_lengths(seqlens_k: Tensor, num_new: int) -> Tensor:
+    """Tokens cached before the step [B] int64: length - num_new, or 0 in a row that is padded to num_new.
+
+    An arange turns the size into a tensor on the device: a copy from the host would forbid capture as a CUDA graph.
+    """
+    return (seqlens_k + torch.arange(1 - num_new, 2 - num_new, device=seqlens_k.device)).clamp(min=0)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -153,11 +156,14 @@ def join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _check_room(past: Tensor, num_new: int, capacity: int) -> None:
-    for row, length in enumerate(past.tolist()):
-        if not 0 <= length <= capacity - num_new:
+def _check_room(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int, capacity: int) -> None:
+    """Raise ValueError for a row that ends beyond the cache, or begins before it although it is no first prompt."""
+    is_first = int(total_sequence_length) == num_new
+    for row, last in enumerate(seqlens_k.tolist()):
+        past = max(0, last + 1 - num_new) if is_first else last + 1 - num_new
+        if not 0 <= past <= capacity - num_new:
             raise ValueError(
-                f"row {row} has {length} tokens before a step of {num_new}; it needs at least 0 before and at most "
+                f"row {row} has {past} tokens before a step of {num_new}; it needs at least 0 before and at most "
                 f"{capacity} (the cache's capacity) after: correct seqlens_k or grow the cache"
             )
 

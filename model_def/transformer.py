@@ -176,7 +176,7 @@ class CachedDecoder(nn.Module):
         """
         num_new = input_ids.shape[1]
         step = CacheStep(seqlens_k, total_sequence_length)
-        positions = past_lengths(seqlens_k, total_sequence_length, num_new)[:, None] + torch.arange(num_new)
+        positions = past_lengths(seqlens_k, num_new)[:, None] + torch.arange(num_new)
         x = self.model.embed(input_ids, positions)
         present: list[Tensor] = []
         for layer, block in enumerate(self.model.layers):

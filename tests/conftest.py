@@ -6,8 +6,10 @@ In: the environment variable GRAPHPORT_SMOLLM2 and the checkout. Out: fixtures. 
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import cuda_stubs
 import numpy as np
 import pytest
 from cli_fakes import FakeExport, FakeRuntime
@@ -37,6 +39,16 @@ def smollm2_gguf() -> Path:
             pytest.fail(message)
         pytest.skip(message)
     return path
+
+
+@pytest.fixture(scope="session")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cuda_stubs.Placer]:
+    """Places graphs on a CUDA provider without a GPU; where that cannot be, skipped, or failed where CI is set."""
+    reason = cuda_stubs.why_not()
+    if reason is not None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
+    with cuda_stubs.Placer(cuda_stubs.build(tmp_path_factory.mktemp("stubs"))) as placer:
+        yield placer
 
 
 @pytest.fixture(autouse=True)

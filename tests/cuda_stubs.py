@@ -39,18 +39,27 @@ _BODIES = {
     "cudaGetErrorName": 'char *cudaGetErrorName(int e) { return "stub"; }',
 }
 
+# One line of JSON [graph, provider options] in, one line out: the nodes of the session, or the error.
 _PLACE = """
 import collections, json, sys
 import onnxruntime as ort
-options = ort.SessionOptions()
-options.log_severity_level = 3
-options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-provider = ("CUDAExecutionProvider", json.loads(sys.argv[2]))
-session = ort.InferenceSession(sys.argv[1], options, providers=[provider], enable_fallback=0)
-assert session.get_providers()[0] == "CUDAExecutionProvider", session.get_providers()
-parts = session.get_provider_graph_assignment_info()
-nodes = collections.Counter(f"{part.ep_name}:{node.op_type}" for part in parts for node in part.get_nodes())
-print(json.dumps(nodes))
+
+def place(graph, provider_options):
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    provider = ("CUDAExecutionProvider", provider_options)
+    session = ort.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
+    assert session.get_providers()[0] == "CUDAExecutionProvider", session.get_providers()
+    parts = session.get_provider_graph_assignment_info()
+    return collections.Counter(f"{part.ep_name}:{node.op_type}" for part in parts for node in part.get_nodes())
+
+for line in sys.stdin:
+    try:
+        answer = {"nodes": place(*json.loads(line))}
+    except Exception as error:
+        answer = {"error": str(error)}
+    print(json.dumps(answer), flush=True)
 """
 
 
@@ -82,26 +91,40 @@ def build(folder: Path) -> Path:
     return folder
 
 
-def place(graph: Path, stubs: Path, **provider_options: str) -> Placement:
-    """Create a session for `graph` on the stubbed CUDA provider, in a process of its own.
+class Placer:
+    """Creates sessions on the stubbed CUDA provider, in one process of its own; a context manager."""
 
-    Raises AssertionError with the provider's message when it refuses the graph or the options.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", _PLACE, str(graph), json.dumps(provider_options)],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stubs)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    nodes = json.loads(done.stdout)
-    cuda, cpu = (
-        {key.split(":")[1]: count for key, count in nodes.items() if key.startswith(provider)}
-        for provider in ("CUDA", "CPU")
-    )
-    return Placement(cuda=cuda, cpu=cpu)
+    def __init__(self, stubs: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PLACE],
+            env={**os.environ, "LD_LIBRARY_PATH": str(stubs)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def place(self, graph: Path, **provider_options: str) -> Placement:
+        """Where ONNX Runtime puts the nodes of `graph`.
+
+        Raises AssertionError with the provider's message when it refuses the graph or the options.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([str(graph), provider_options]) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline() or '{"error": "the process died"}')
+        assert "error" not in answer, answer["error"]
+        cuda, cpu = (
+            {key.split(":")[1]: count for key, count in answer["nodes"].items() if key.startswith(provider)}
+            for provider in ("CUDA", "CPU")
+        )
+        return Placement(cuda=cuda, cpu=cpu)
+
+    def __enter__(self) -> "Placer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
 
 
 def _compile(folder: Path, soname: str, names: list[str]) -> None:

@@ -5,7 +5,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import cuda_stubs
 import numpy as np
+import onnx_ir as ir
 import pytest
 import torch
 from parity import assert_parity, assert_same_choice
@@ -18,11 +20,12 @@ from graphport.export.graph_runner import GraphRunner
 from graphport.export.model_export import export
 from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import quantize_blocks
-from graphport.export.targets import CPU
+from graphport.export.targets import CPU, CUDA
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.signature import GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import SamplingParams, load
+from graphport.runtime.session import SHAPE_OPS
 
 CONFIGS = tiny_configs()
 KINDS = sorted(CONFIGS)
@@ -51,6 +54,8 @@ class Staged:
     compiled: GraphRunner
     quantised: GraphRunner
     bundle: Path
+    half: ir.Model
+    half_path: Path
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,6 +79,10 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             compile_graph(staged_graph, how)
         write_graph(staged_graph, folder / stage)
         runners.append(GraphRunner(folder / stage / GRAPH_FILE, config))
+    half = graph.clone()
+    compile_graph(half, dataclasses.replace(plan, target=CUDA, precision=CUDA.precision("fp16")))
+    (folder / "half").mkdir()
+    write_graph(half, folder / "half")
     return Staged(
         kind=request.param,
         model=model,
@@ -83,6 +92,8 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         compiled=runners[1],
         quantised=runners[2],
         bundle=bundle.path,
+        half=half,
+        half_path=folder / "half" / GRAPH_FILE,
     )
 
 
@@ -121,6 +132,35 @@ def test_the_runtime_gives_eagers_logits_and_tokens_in_chunks_and_ragged_batches
         assert len(output.token_ids) == 8
         eager = _eager(staged.model, [*prompt, *output.token_ids[:-1]])[len(prompt) - 1 :]
         assert_same_choice(_one_hot(output.token_ids), eager, "compiled")
+
+
+def test_all_that_computes_lands_on_cuda_where_a_cuda_graph_may_capture_it(
+    staged: Staged, cuda: cuda_stubs.Placer
+) -> None:
+    placement = cuda.place(staged.half_path, enable_cuda_graph="1")
+    assert set(placement.cpu) <= set(SHAPE_OPS)
+    attentions = [block.attention for block in staged.model.config.blocks]
+    assert placement.cuda.get("GroupQueryAttention", 0) == sum(
+        CUDA.attention_limit(attention) is None for attention in attentions
+    )
+    assert "MultiHeadAttention" not in placement.cuda
+    assert "Attention" not in placement.cuda
+
+
+def test_attention_on_cuda_takes_packed_half_precision_heads_and_their_norms(staged: Staged) -> None:
+    kernels = [node for node in staged.half.graph if node.op_type == "GroupQueryAttention"]
+    limits = [(block.attention, CUDA.attention_limit(block.attention)) for block in staged.model.config.blocks]
+    for kernel, (attention, _) in zip(kernels, [pair for pair in limits if pair[1] is None], strict=True):
+        query, key, value = kernel.inputs[:3]
+        assert query is not None
+        assert query.dtype == ir.DataType.FLOAT16
+        rotary, head_dim = attention.rotary, attention.head_dim
+        rotates_inside = rotary is None or CUDA.rotary_limit(head_dim, rotary.rotary_dim(head_dim)) is None
+        has_norm = attention.qk_norm is not None and attention.qk_norm.kind == "rms"
+        if rotates_inside and (attention.qk_norm is None or has_norm):
+            assert key is None, staged.kind
+            assert value is None, staged.kind
+        assert (len(kernel.inputs) > 14) == (rotates_inside and has_norm), staged.kind
 
 
 def test_ids_one_position_later_are_rejected(staged: Staged) -> None:

@@ -56,14 +56,16 @@ class Report:
     path: Path
     manifest: Manifest
     fusions: dict[str, int]
+    advice: tuple[str, ...]
     checks: tuple[CheckRow, ...] | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data: path, manifest, fusions, checks (null without a certificate)."""
+        """Plain JSON data: path, manifest, fusions, advice, checks (null without a certificate)."""
         return {
             "path": str(self.path),
             "manifest": json.loads(self.manifest.to_json()),
             "fusions": self.fusions,
+            "advice": self.advice,
             "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
         }
 
@@ -86,12 +88,13 @@ def read_report(folder: Path) -> Report:
     certificate = _read_json(folder / CERTIFICATE_FILE)
     try:
         counts = {} if fusions is None else {str(rule): int(count) for rule, count in fusions["counts"].items()}
+        advice = () if fusions is None else tuple(map(str, fusions.get("advice", ())))
         checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
         ) from error
-    return Report(path=folder, manifest=manifest, fusions=counts, checks=checks)
+    return Report(path=folder, manifest=manifest, fusions=counts, advice=advice, checks=checks)
 
 
 def print_report(report: Report) -> None:
@@ -111,6 +114,7 @@ def print_report(report: Report) -> None:
         table.add_row(escape(name), escape(value))
     _console().print(table)
     print_bundle(manifest, report.fusions, report.checks or ())
+    print_notes(report.advice)
     if report.checks is None:
         print_line("no certificate: it was exported with --no-verify")
     elif manifest.target != "cpu":

@@ -1,0 +1,76 @@
+"""What the report says of sizes that miss a target's fastest kernels."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import attention, block, decoder, tiny_model
+
+from graphport.cli_tables import print_report, read_report
+from graphport.export.model_export import export
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import FUSIONS_FILE
+
+
+def config_of(num_heads: int, num_kv_heads: int, head_dim: int, softcap: float | None = None) -> TransformerConfig:
+    heads = attention(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, softcap=softcap)
+    return decoder(block(of=heads), block(of=heads))
+
+
+def advice_of(config: TransformerConfig, folder: Path, *, target: str = "cuda", precision: str = "fp16") -> list[str]:
+    bundle = export(tiny_model(config), folder / "bundle", target=target, precision=precision, verify=False)
+    account = json.loads((bundle.path / FUSIONS_FILE).read_text())
+    assert list(bundle.notes)[-len(account["advice"]) :] == account["advice"] or not account["advice"]
+    advice: list[str] = account["advice"]
+    return advice
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((4, 2, 64), []),
+        ((4, 4, 128), []),
+        ((3, 1, 64), ["3 query heads share a key/value head, which is not one of 1, 2, 4, 5, 8, 16, 32"]),
+        ((4, 2, 96), ["head size 96 is not one of 64, 128, 256"]),
+        ((6, 1, 80), ["head size 80 is not one of", "6 query heads share"]),
+    ],
+)
+def test_sizes_that_miss_the_fast_decode_kernel_are_named(
+    sizes: tuple[int, int, int], wanted: list[str], tmp_path: Path
+) -> None:
+    advice = advice_of(config_of(*sizes), tmp_path)
+    assert len(advice) == len(wanted)
+    for line, part in zip(advice, wanted, strict=True):
+        assert line.startswith("every layer: decoding misses XQA, ")
+        assert part in line
+
+
+def test_capped_scores_miss_it_too(tmp_path: Path) -> None:
+    assert advice_of(config_of(4, 2, 64, softcap=5.0), tmp_path) == [
+        "every layer: decoding misses XQA, scores are capped at 5"
+    ]
+
+
+def test_layers_that_differ_are_listed(tmp_path: Path) -> None:
+    fast = block(of=attention(num_heads=4, num_kv_heads=2, head_dim=64))
+    slow = block(of=attention(num_heads=6, num_kv_heads=2, head_dim=64))
+    (line,) = advice_of(decoder(slow, fast, slow), tmp_path)
+    assert line.startswith("layers 0, 2: decoding misses XQA, 3 query heads")
+
+
+def test_the_cpu_has_no_such_preference(tmp_path: Path) -> None:
+    assert advice_of(config_of(3, 1, 80), tmp_path, target="cpu", precision="fp32") == []
+
+
+def test_rows_that_miss_the_compact_gemm_are_counted(tmp_path: Path) -> None:
+    advice = advice_of(config_of(4, 2, 64), tmp_path, precision="int4")
+    assert [line.split(" of ")[0] for line in advice if "compact GEMM" in line]
+    assert all("multiples of 64" in line or "multiples of 32" in line for line in advice)
+
+
+def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    advice = advice_of(config_of(3, 1, 64), tmp_path)
+    report = read_report(tmp_path / "bundle")
+    assert report.to_dict()["advice"] == tuple(advice)
+    print_report(report)
+    assert f"note: {advice[0]}" in capsys.readouterr().err
