@@ -62,7 +62,20 @@ _ORT_TYPES: dict[DType, str] = {
 # Ops that ONNX Runtime may keep on the CPU under CUDA because they compute shapes and lengths only. All have CUDA
 # kernels for every float type, so one that works on activations never lands here for want of a kernel. Gather is not
 # among them: it may be the embedding.
-SHAPE_OPS = ("Shape", "Size", "Squeeze", "Unsqueeze", "Concat", "Slice", "Cast", "Add", "Sub", "Mul", "Equal")
+SHAPE_OPS = (
+    "Shape",
+    "Size",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Concat",
+    "Slice",
+    "Cast",
+    "Add",
+    "Sub",
+    "Mul",
+    "Equal",
+)
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
 # would otherwise be stored twice (an unfolded Reshape costs nothing).
