@@ -3,10 +3,28 @@
 import numpy as np
 import onnx_ir as ir
 import pytest
-from tiny_graphs import CONFIGS, Feed, compiled, decoder_feed, eager_step, run_graph, tiny_model
+import torch
+from tiny_graphs import (
+    CONFIGS,
+    LAYER_NORM,
+    Feed,
+    compiled,
+    decoder_feed,
+    eager_step,
+    export_decoder,
+    make_block,
+    make_config,
+    make_model,
+    make_plan,
+    run_graph,
+    tiny_model,
+)
 
+from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import BlockQuantized
-from graphport.export.targets import CPU, CUDA, WEIGHT_BLOCK
+from graphport.export.targets import CPU, CUDA, WEIGHT_BLOCK, Target
+from graphport.model_def.config import NormConfig
+from graphport.model_def.transformer import Transformer
 
 # Share of the largest logit. Measured: 0.017 (a head size of 12, attention from its portable body), others 0.006.
 TOLERANCE = 0.03
@@ -52,6 +70,43 @@ def test_quantised_graphs_for_cuda_hold_the_blocks_of_those_for_the_cpu(name: st
         steps = np.abs(found - wanted) / np.abs(scales).repeat(WEIGHT_BLOCK, axis=1)[:, : found.shape[1]]
         assert steps.max() < 1.1, key  # a weight half-way between two values may go to either
         assert (steps > 0.5).mean() < 0.02, key
+
+
+# As a share of an output's own largest value. Measured: 0.003.
+NORM_TOLERANCE = 0.01
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_b49_norms_of_float16_graphs_withstand_a_channel_whose_square_passes_its_range(kind: str) -> None:
+    """Every norm's output, not only the logits: what overflows inside a norm becomes a finite, wrong zero."""
+    norm = LAYER_NORM if kind == "layer" else NormConfig()
+    model = make_model(make_config(make_block(norm=norm), make_block(norm=norm), final_norm=norm))
+    with torch.no_grad():
+        model.embedding.weight[:, 3] = 800.0
+    wide_feed = decoder_feed(model.config, (0,), 11)
+    narrow_feed = {key: value.astype("f2") if value.dtype == np.float32 else value for key, value in wide_feed.items()}
+    wanted, found = (
+        norm_outputs(model, target, precision, feed)
+        for target, precision, feed in ((CPU, "fp32", wide_feed), (CUDA, "fp16", narrow_feed))
+    )
+    assert len(found) == 5
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert np.isfinite(ours).all()
+        assert share(ours, theirs) <= NORM_TOLERANCE
+    assert max(float(np.abs(value).max()) for value in wanted) > 3  # the channel stands out after a norm, too
+
+
+def norm_outputs(model: Transformer, target: Target, precision: str, feed: Feed) -> list[np.ndarray]:
+    """What each norm of the compiled graph makes, first to last, as float32."""
+    graph = export_decoder(model)
+    compile_graph(graph, make_plan(model.config, precision, target=target))
+    norms = [node for node in graph.graph if "LayerNorm" in node.op_type]
+    assert not [node for node in graph.graph if node.op_type in ("ReduceMean", "Pow", "Sqrt")]
+    for index, node in enumerate(norms):
+        node.outputs[0].name = f"norm_{index}"
+        graph.graph.outputs.append(node.outputs[0])
+    outputs = run_graph(graph, feed)
+    return [outputs[f"norm_{index}"].astype("f4") for index in range(len(norms))]
 
 
 def blocks_of(graph: ir.Graph, name: str) -> BlockQuantized:
