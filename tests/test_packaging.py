@@ -87,6 +87,8 @@ def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
         ("model_def/signature.py", "import torch", "the shared contracts are torch-free"),
         ("src/graphport/cli_tables.py", "import torch", "the command line starts without torch"),
         ("src/graphport/cli_answers.py", "import onnxruntime", "the command line starts without torch"),
+        ("src/graphport/cli_run.py", "import graphport.export", "the command line starts without torch"),
+        ("src/graphport/cli_options.py", "import torch", "the command line starts without torch"),
     ],
 )
 def test_each_import_rule_can_fail(module: str, line: str, contract: str, tmp_path: Path) -> None:

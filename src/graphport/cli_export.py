@@ -1,0 +1,117 @@
+"""The commands that make a bundle and show what it is: `export`, `verify`, `report`.
+
+In: arguments. Out: results on stdout, tables and progress on stderr. What exports is imported when a command runs, so
+that it can say which optional dependency is missing; `report` needs none.
+"""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from graphport import cli_tables
+from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
+from graphport.model_def.signature import TOKENIZER_FILE
+
+Target = Literal["cpu", "cuda"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf"]
+CacheType = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(help="Hugging Face folder or hub id, .gguf file, or path/to/file.py:function.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Bundle folder to write; must not exist, unless --force.")],
+    *,
+    target: Annotated[Target, typer.Option(help="Where the bundle will run.")] = "cpu",
+    precision: Annotated[Precision, typer.Option(help="Weights and activations; gguf is not built yet.")] = "int8",
+    kv_cache: Annotated[CacheType, typer.Option(help="Element type of the KV cache.")] = "auto",
+    context: Annotated[int | None, typer.Option(min=1, help="Longest prompt + answer, in tokens.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs used to verify.")] = 0,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Write no certificate.")] = False,
+    require_fused: Annotated[
+        list[str] | None, typer.Option(metavar="RULE=all|N", help="Fail unless RULE matched everywhere, or N times.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
+    _debug: Debug = False,
+) -> None:
+    """Export SOURCE to the bundle OUT: fuse, lower, quantise, and compare with eager PyTorch."""
+    required = _required_fusions(require_fused or [])
+    try:
+        from graphport.export import export as run_export
+    except ModuleNotFoundError as error:
+        raise missing_dependency("export", error) from error
+    with cli_tables.progress_lines() as progress:
+        bundle = run_export(
+            source,
+            out,
+            target=target,
+            precision=precision,
+            kv_cache=kv_cache,
+            context=context,
+            seed=seed,
+            verify=not no_verify,
+            require_fused=required,
+            force=force,
+            progress=progress,
+        )
+    cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
+    cli_tables.print_notes(bundle.notes)
+    print(bundle.path)
+    if TOKENIZER_FILE in bundle.manifest.files:
+        question = '"What is the capital of France?"'
+        cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
+    else:
+        cli_tables.print_line(
+            f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
+        )
+
+
+def verify(
+    bundle: BundlePath,
+    *,
+    against: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Also compare with eager PyTorch on SOURCE.")
+    ] = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
+    try:
+        from graphport.export.verify import verify as run_verify
+    except ModuleNotFoundError as error:
+        raise missing_dependency("verify", error) from error
+    with cli_tables.progress_lines() as progress:
+        rows = [cli_tables.check_row(check) for check in run_verify(bundle, against=against, progress=progress)]
+    passed = bool(rows) and all(row.passed for row in rows)
+    if as_json:
+        print(json.dumps({"passed": passed, "checks": [row.to_dict() for row in rows]}))
+    else:
+        cli_tables.print_checks(rows)
+        print("passed" if passed else "failed")
+    if not passed:
+        raise typer.Exit(1)
+
+
+def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) -> None:
+    """Show what a bundle is: manifest, files, what fused, certificate."""
+    facts = cli_tables.read_report(bundle)
+    if as_json:
+        print(json.dumps(facts.to_dict(), ensure_ascii=False))
+    else:
+        cli_tables.print_report(facts)
+
+
+def _required_fusions(values: list[str]) -> dict[str, int | Literal["all"]]:
+    required: dict[str, int | Literal["all"]] = {}
+    for value in values:
+        rule, _, count = value.partition("=")
+        if not rule or not (count == "all" or (count.isascii() and count.isdigit())):
+            raise typer.BadParameter(f"--require-fused {value!r}: needs RULE=all or RULE=N, for example attention=30")
+        if rule in required:
+            raise typer.BadParameter(f"--require-fused names {rule} twice; give each rule once")
+        required[rule] = "all" if count == "all" else int(count)
+    return required
