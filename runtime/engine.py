@@ -7,6 +7,7 @@ One thread at a time may run a step (see `language_model.py`); others may `submi
 from collections import deque
 
 import numpy as np
+from numpy.typing import NDArray
 
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
@@ -71,12 +72,13 @@ class Engine:
             budget -= self._run_chunk(sequence, budget)
 
     def _run_chunk(self, sequence: Sequence, budget: int) -> int:
-        """Run the next part of a prompt, at batch 1 on its slot; returns the number of tokens."""
+        """Run the next part of a prompt, at batch 1 on its slot; returns what it took of the budget.
+
+        Logits of many positions take it all: their owner can read them before the next step makes more.
+        """
         slot = self.scheduler.prefill_slot
         begin = int(self.cache.lengths[slot])
-        limit = min(budget, self._scoring_chunk) if sequence.wants_all_logits else budget
-        ids = sequence.prompt_ids[begin : begin + limit]
-        rows = np.arange(len(ids)) if sequence.wants_all_logits else None
+        ids, rows = self._next_chunk(sequence, begin, budget)
         try:
             # room for the whole prompt and a token after it: the cache grows, or refuses, once and before the work
             room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
@@ -84,7 +86,7 @@ class Engine:
             self.num_steps += 1
             logits = self.session.step(self.cache, ids[np.newaxis], rows, first_slot=slot)
             is_last = begin + len(ids) == len(sequence.prompt_ids)
-            if is_last or sequence.wants_all_logits:
+            if is_last or rows is not None:
                 sequence.accept(logits)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             sequence.fail(error)
@@ -93,7 +95,18 @@ class Engine:
             self.scheduler.remove(sequence)
         elif is_last:
             self.scheduler.start_decoding()
-        return len(ids)
+        return len(ids) if rows is None else budget
+
+    def _next_chunk(
+        self, sequence: Sequence, begin: int, budget: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Ids [S] of a prompt from `begin` on, and which of them [R] are asked for logits; None: the last at most."""
+        first = sequence.first_row
+        if first is None:
+            return sequence.prompt_ids[begin : begin + budget], None
+        before = max(first - begin, 0)
+        ids = sequence.prompt_ids[begin : begin + min(budget, before + self._scoring_chunk)]
+        return ids, np.arange(before, len(ids)) if before < len(ids) else None
 
     def _decode(self) -> None:
         rows = list(self.scheduler.decoding)

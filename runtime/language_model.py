@@ -10,10 +10,10 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 import logging
 import os
 import threading
-from collections import abc
+from collections import abc, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ from graphport.runtime.tokenizer import Tokenizer
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
+
+_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +144,8 @@ class LanguageModel:
         The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
         request and frees its place in the batch.
         """
-        return self._events(self._new_sequence(prompt, params or SamplingParams(), "prompt"))
+        sequence = self._new_sequence(prompt, params or SamplingParams(), "prompt")
+        return self._results(sequence, sequence.events)
 
     def chat(
         self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None
@@ -154,12 +157,22 @@ class LanguageModel:
         """Logits [len, vocab] of every position of each list of ids, through the cache path."""
         if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
             raise TypeError(f"logits takes a list of lists of ids, got {type(prompts).__name__}")
-        sequences = [
-            ScoringSequence(self._checked_ids(ids, f"prompt {i}"), vocab_size=self.vocab_size)
-            for i, ids in enumerate(prompts)
-        ]
-        self._run(sequences)
-        return [sequence.logits for sequence in sequences]
+        checked = [self._checked_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
+        return [self._all_logits(ids) for ids in checked]
+
+    def stream_logits(
+        self, ids: abc.Sequence[int] | NDArray[np.integer[Any]], *, first_row: int = 0
+    ) -> abc.Iterator[NDArray[np.float32]]:
+        """Logits [n, vocab] of the positions of `ids` from `first_row` on, in pieces that are the caller's own.
+
+        A piece is at most 64 MiB or one row, and the next is computed when it is asked for (or by another thread's
+        steps). Raises as `generate` does.
+        """
+        checked = self._checked_ids(ids, "ids")
+        if not 0 <= first_row < len(checked):
+            raise ValueError(f"first_row must be 0 to {len(checked) - 1}, the last position; got {first_row}")
+        sequence = ScoringSequence(checked, vocab_size=self.vocab_size, first_row=first_row)
+        return self._results(sequence, sequence.pieces)
 
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
@@ -226,17 +239,26 @@ class LanguageModel:
         finally:
             self._cancel(sequences)
 
-    def _events(self, sequence: Sequence) -> abc.Iterator[StreamEvent]:
+    def _results(self, sequence: Sequence, results: deque[_Result]) -> abc.Iterator[_Result]:
+        """Run `sequence` and give what it puts into its `results`, as it comes."""
         try:
             self._submit([sequence])
-            while not sequence.is_finished or sequence.events:
-                if sequence.events:
-                    yield sequence.events.popleft()
+            while not sequence.is_finished or results:
+                if results:
+                    yield results.popleft()
                 else:
                     self._advance(sequence)
             _raise_error(sequence)
         finally:
             self._cancel([sequence])
+
+    def _all_logits(self, ids: tuple[int, ...]) -> NDArray[np.float32]:
+        logits = np.empty((len(ids), self.vocab_size), np.float32)
+        end = 0
+        for piece in self.stream_logits(ids):
+            begin, end = end, end + len(piece)
+            logits[begin:end] = piece
+        return logits
 
     def _submit(self, sequences: abc.Sequence[Sequence]) -> None:
         engine = self._need_engine()
@@ -246,9 +268,9 @@ class LanguageModel:
     def _advance(self, sequence: Sequence) -> None:
         """Run one step of the engine, or wait for the steps that another thread runs until they reach `sequence`."""
         with self._turn:
-            while self._is_stepping and not (sequence.events or sequence.is_finished):
+            while self._is_stepping and not (sequence.has_results or sequence.is_finished):
                 self._turn.wait()
-            if sequence.events or sequence.is_finished:
+            if sequence.has_results or sequence.is_finished:
                 return
             engine = self._need_engine()
             self._is_stepping = True

@@ -40,8 +40,11 @@ class Sequence:
 
     Ids that end it: `end_ids`. The end id is part of `token_ids` and not of the text. It also ends, with reason
     "length", when prompt and new tokens reach `max_total`. Ids from `num_text_ids` on have no text: heads are often
-    padded beyond the tokenizer.
+    padded beyond the tokenizer. `first_row` is the first prompt position whose logits are asked for, None when only the
+    last one's are.
     """
+
+    first_row: int | None = None
 
     def __init__(
         self,
@@ -77,9 +80,9 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     @property
-    def wants_all_logits(self) -> bool:
-        """Whether the logits of every prompt position are asked for, rather than new tokens."""
-        return False
+    def has_results(self) -> bool:
+        """Whether there is something that its owner has not read."""
+        return bool(self.events)
 
     def accept(self, logits: NDArray[np.float32]) -> None:
         """Choose the next token from `logits` [1, vocab] and add its text. Raises NonFiniteLogitsError."""
@@ -134,27 +137,31 @@ class Sequence:
 
 
 class ScoringSequence(Sequence):
-    """A request for the logits of every position of its prompt; it generates nothing."""
+    """A request for the logits of its prompt's positions from `first_row` on; it generates nothing.
 
-    def __init__(self, prompt_ids: tuple[int, ...], *, vocab_size: int) -> None:
+    They come as `pieces` [n, vocab] float32, which are the reader's own.
+    """
+
+    def __init__(self, prompt_ids: tuple[int, ...], *, vocab_size: int, first_row: int = 0) -> None:
         super().__init__(prompt_ids, SamplingParams(), vocab_size=vocab_size, max_total=len(prompt_ids) + 1)
-        self.logits = np.empty((len(prompt_ids), vocab_size), np.float32)
-        self._num_scored = 0
+        self.first_row = first_row
+        self.pieces: deque[NDArray[np.float32]] = deque()
+        self._next_row = first_row
 
     @property
-    def wants_all_logits(self) -> bool:
-        """True: see Sequence."""
-        return True
+    def has_results(self) -> bool:
+        """See Sequence."""
+        return bool(self.pieces)
 
     def accept(self, logits: NDArray[np.float32]) -> None:
         """Keep `logits` [n, vocab] of the next n positions. Raises NonFiniteLogitsError."""
         if not np.isfinite(logits).all():
-            position = self._num_scored + int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
+            position = self._next_row + int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
             raise NonFiniteLogitsError(
                 f"the logits at position {position} are not finite: the model overflowed; export it with "
                 "--precision fp32 or bf16"
             )
-        self.logits[self._num_scored : self._num_scored + len(logits)] = logits
-        self._num_scored += len(logits)
-        if self._num_scored == len(self.prompt_ids):
+        self.pieces.append(logits.copy())
+        self._next_row += len(logits)
+        if self._next_row == len(self.prompt_ids):
             self.finish_reason = "length"
