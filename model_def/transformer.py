@@ -74,13 +74,17 @@ class Transformer(nn.Module):
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S].
         Learned and sinusoidal positions count the real tokens of each row; rotary ones are distances and need not.
         """
+        return self.read_out(self.run_blocks(input_ids, padding=padding, bias=bias))
+
+    def run_blocks(self, input_ids: Tensor, *, padding: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
         length = input_ids.shape[1]
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed(input_ids, positions)
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
             attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
             x = block.after_attention(x, attended)
-        return self.read_out(x)
+        return x
 
     @property
     def layers(self) -> list[Block]:

@@ -7,6 +7,7 @@ does). Special tokens written out in a text are read as special tokens, as in th
 import json
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ class Tokenizer:
         self._chat_template = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token.content for token in added.values() if token.special)
-        highest_id = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._vocab_size = highest_id + 1
+        self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -60,16 +60,28 @@ class Tokenizer:
 
         Raises TypeError for anything but str, and ValueError for lone surrogates, which are no Unicode text.
         """
-        if not isinstance(text, str):
-            raise TypeError(f"text must be str, not {type(text).__name__}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
-                "which is no Unicode character: decode its source as UTF-8, or replace it"
-            ) from error
+        _check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of `text` with no special tokens around it, and the characters [begin, end) that each stands for.
+
+        Tokens of one character's bytes have its span. Raises as `encode` does.
+        """
+        _check_text(text)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The special tokens that `encode` puts before a text, such as BOS."""
+        encoding = self._tokenizer.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(token_id for token_id, _ in takewhile(lambda pair: pair[1], marked))
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token and its id, added and special ones included."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, by default without special tokens. Raises ValueError for an id that has no token."""
@@ -99,6 +111,18 @@ class Tokenizer:
         if not 0 <= token_id < self._vocab_size or self._tokenizer.id_to_token(int(token_id)) is None:
             raise ValueError(f"token id {token_id} is not in the tokenizer's vocabulary (0 to {self._vocab_size - 1})")
         return int(token_id)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be str, not {type(text).__name__}")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"text holds a lone surrogate (U+{ord(text[error.start]):04X} at character {error.start}), "
+            "which is no Unicode character: decode its source as UTF-8, or replace it"
+        ) from error
 
 
 def _read_chat_template(folder: Path) -> ChatTemplate | None:

@@ -47,6 +47,7 @@ RELATIVE_TOLERANCES: Mapping[tuple[str, str], float] = MappingProxyType(
         ("checkpoint", "float32"): 1e-5,  # 4.2e-6; broken 1e-3
         ("penalty", "float32"): 1e-6,  # 9.7e-8
         ("probability", "float32"): 1e-5,  # 2.0e-6
+        ("evaluation", "float32"): 5e-5,  # 7.0e-6: figures of a tiny bundle's logits; broken 6.5e-3 (weights 5 % off)
     }
 )
 
