@@ -26,11 +26,12 @@ CONTRACT = {
     "chat": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --json",
     "report": "BUNDLE --debug --json",
+    "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
 }
 
 
-LATER = {"diff", "embed", "eval", "plan", "serve", "tune"}
+LATER = {"diff", "embed", "plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:

@@ -1,6 +1,5 @@
 """README and docs: their Python runs as it stands, on tiny models; their commands, options and links exist."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import tiny_tokenizers
 import typer
 from gguf import GGUFWriter
-from tiny_checkpoints import make_model, write_gguf
+from tiny_checkpoints import add_tokenizer, make_model, write_gguf
 
 from graphport.cli import app
 from graphport.export import export
@@ -35,19 +34,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny_tokenizers.byte_level()
     model = make_model("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128)
 
-    def add_tokenizer(writer: GGUFWriter) -> None:
-        size = tokenizer.get_vocab_size()
-        added = tokenizer.get_added_tokens_decoder()
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list([tokenizer.id_to_token(number) for number in range(size)])
-        writer.add_token_types([1 if n not in added else 3 if added[n].special else 4 for n in range(size)])
-        merges = json.loads(tokenizer.to_str())["model"]["merges"]
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-        writer.add_eos_token_id(tokenizer.token_to_id("</s>"))
+    def add_text_side(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, tokenizer)
         writer.add_chat_template(TEMPLATE)
 
-    write_gguf(folder / "model.gguf", model, edit=add_tokenizer)
+    write_gguf(folder / "model.gguf", model, edit=add_text_side)
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder
 

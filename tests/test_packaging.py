@@ -88,6 +88,7 @@ def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
         ("src/graphport/cli_tables.py", "import torch", "the command line starts without torch"),
         ("src/graphport/cli_answers.py", "import onnxruntime", "the command line starts without torch"),
         ("src/graphport/cli_run.py", "import graphport.export", "the command line starts without torch"),
+        ("src/graphport/cli_eval.py", "import graphport.export.source", "the command line starts without torch"),
         ("src/graphport/cli_options.py", "import torch", "the command line starts without torch"),
     ],
 )

@@ -172,6 +172,39 @@ def test_the_int8_bundle_knows_the_capital_of_france(int8: LanguageModel) -> Non
     assert "Paris" in "".join(event.text for event in events)
 
 
+def test_eval_of_the_int8_bundle_against_its_gguf(
+    bundles: dict[str, Path],
+    smollm2_gguf: Path,
+    eager: NDArray[np.float32],
+    text_ids: list[int],
+    int8: LanguageModel,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from graphport.cli import main
+    from graphport.export.parity import compare
+    from graphport.export.parity_text import PARITY_TEXT
+
+    text = PARITY_TEXT[: PARITY_TEXT.index("\n\n", 1000)]
+    assert int8.tokenizer is not None
+    length = len(int8.tokenizer.encode(text))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    command = ["eval", str(bundles["int8"]), str(tmp_path / "text.txt"), "--against", str(smollm2_gguf), "--json"]
+    assert main(command) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["scored"] == length - 1 > 200
+    rows = eager[: length - 1].astype(np.float64)
+    rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+    nll = -rows[np.arange(length - 1), text_ids[1:length]].mean()
+    fidelity = data["fidelity"]
+    assert abs(fidelity["negative_log_likelihood"] - nll) <= PATHS_MAX_ABS
+    expected = compare(eager[: length - 1], int8.logits([text_ids[: length - 1]])[0])
+    assert abs(fidelity["kl_mean"] - expected.kl) <= PATHS_MAX_ABS
+    assert 0 < fidelity["kl_mean"] <= INT8_KL
+    assert fidelity["top1_agreement"] == pytest.approx(expected.top1, abs=2 / length)  # near-ties
+    assert 0 < fidelity["widest_flip"] <= 2 * fidelity["max_abs_logit_difference"]
+
+
 def test_every_layer_is_fused_in_at_most_320_nodes(bundles: dict[str, Path]) -> None:
     account = json.loads((bundles["int8"] / "fusions.json").read_text(encoding="utf-8"))
     assert account["nodes"] <= MAX_NODES

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
+from tokenizers import Tokenizer
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -180,6 +181,19 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
     if head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Write a byte-level BPE tokenizer as llama.cpp's converter does."""
+    size = tokenizer.get_vocab_size()
+    added = tokenizer.get_added_tokens_decoder()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([tokenizer.id_to_token(number) for number in range(size)])
+    writer.add_token_types([1 if n not in added else 3 if added[n].special else 4 for n in range(size)])
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(tokenizer.token_to_id("</s>"))
 
 
 def finish(writer: gguf.GGUFWriter) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py` and `cli_run.py`.
+"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, `cli_eval.py`.
 
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
 arguments, 130 interrupted, 143 told to end. It computes nothing itself.
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 
 import graphport
+from graphport.cli_eval import evaluate
 from graphport.cli_export import export, report, verify
 from graphport.cli_options import Invocation
 from graphport.cli_run import bench, chat, generate
@@ -31,8 +32,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Ship a PyTorch transformer on ONNX Runtime, with proof that it is still the same model.",
 )
-for _command in (export, generate, chat, verify, report, bench):  # in the order of `--help`
-    app.command()(_command)
+_COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
+    "export": export,
+    "generate": generate,
+    "chat": chat,
+    "verify": verify,
+    "report": report,
+    "eval": evaluate,
+    "bench": bench,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def _show_version(value: bool) -> None:

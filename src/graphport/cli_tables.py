@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.progress import Progress
+from rich.table import Column, Table
 
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+
+if TYPE_CHECKING:
+    from graphport.runtime.evaluate import Evaluation
 
 
 class Check(Protocol):
@@ -171,6 +175,45 @@ def print_speeds(rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
+def print_evaluation(result: "Evaluation", *, name: str, against: str | None) -> None:
+    """The figures of a text, those of the comparison if there is one, and the worst positions, on stdout."""
+    figures = Table("", Column(escape(name), overflow="fold"))
+    figures.add_row("perplexity", f"{result.perplexity:.4f}")
+    figures.add_row("negative log likelihood", f"{result.negative_log_likelihood:.5f} nats a token")
+    if result.bits_per_byte is not None:
+        figures.add_row("bits per byte", f"{result.bits_per_byte:.4f}")
+    fidelity = result.fidelity
+    if fidelity is not None:
+        figures.add_section()
+        figures.add_row("against", escape(str(against)))
+        for label, value in (
+            ("its perplexity", f"{fidelity.perplexity:.4f}"),
+            ("KL divergence, mean", f"{fidelity.kl_mean:.3g} nats"),
+            ("KL median / p99 / max", f"{fidelity.kl_median:.3g} / {fidelity.kl_p99:.3g} / {fidelity.kl_max:.3g}"),
+            ("top-1 agreement", f"{fidelity.top1_agreement:.2%}"),
+            ("widest flip", f"{fidelity.widest_flip:.3g} logits"),
+            ("probability difference, mean", f"{fidelity.probability_difference_mean:+.3%}"),
+            ("probability difference, rms", f"{fidelity.probability_difference_rms:.3%}"),
+            ("logit difference, max", f"{fidelity.max_abs_logit_difference:.3g}"),
+        ):
+            figures.add_row(label, value)
+    Console().print(figures)
+    _print_worst(result)
+
+
+def _print_worst(result: "Evaluation") -> None:
+    table = Table("worst token", "KL" if result.fidelity else "nats", "text")
+    for place in result.worst:
+        badness = place.negative_log_likelihood if place.kl is None else place.kl
+        text = f"id {place.token_id}"
+        if place.excerpt is not None:
+            before, token, after = (repr(part)[1:-1] for part in asdict(place.excerpt).values())
+            text = f"{escape(before)}[bold]«{escape(token)}»[/]{escape(after)}"
+        table.add_row(str(place.index), f"{badness:.3g}", text)
+    if table.row_count:
+        Console().print(table)
+
+
 def print_notes(notes: Iterable[str]) -> None:
     """One line a note."""
     for note in notes:
@@ -193,6 +236,19 @@ def progress_lines() -> Iterator[Callable[[str], None]]:
             status.update(stage)
             elapsed = f"{time.perf_counter() - start:6.1f} s  "
             console.print(elapsed + stage, markup=False, highlight=False, soft_wrap=True)
+
+        yield progress
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A function that says how much of a whole is done, shown as a bar on a terminal, which goes when it is done."""
+    console = _console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
 
         yield progress
 
