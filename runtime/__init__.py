@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphport.runtime.language_model import GenerationOutput, LanguageModel, load
+    from graphport.runtime.generation_output import GenerationOutput
+    from graphport.runtime.language_model import LanguageModel, load
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
 
@@ -12,7 +13,7 @@ __all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "StreamEvent",
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
-    "GenerationOutput": "graphport.runtime.language_model",
+    "GenerationOutput": "graphport.runtime.generation_output",
     "LanguageModel": "graphport.runtime.language_model",
     "SamplingParams": "graphport.runtime.sampling_params",
     "StreamEvent": "graphport.runtime.sequence",

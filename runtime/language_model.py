@@ -12,7 +12,6 @@ import os
 import threading
 from collections import abc, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,11 +20,11 @@ from numpy.typing import NDArray
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
+from graphport.runtime.generation_output import GenerationOutput, generation_output
 from graphport.runtime.limits import checked_count
 from graphport.runtime.prompts import checked_prompt_ids
-from graphport.runtime.sampling import Sample
 from graphport.runtime.sampling_params import SamplingParams
-from graphport.runtime.sequence import FinishReason, ScoringSequence, Sequence, StreamEvent
+from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 
@@ -36,21 +35,6 @@ PREFILL_CHUNK = 512
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationOutput:
-    """What one prompt became.
-
-    `token_ids` are the new ids, an end id included; `text` is their text without end ids, cut before a stop string, and
-    empty when the bundle has no tokenizer. `logprobs` has one Sample a new id if SamplingParams.logprobs asked for it.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    prompt_token_ids: tuple[int, ...]
-    logprobs: tuple[Sample, ...] | None = None
 
 
 def load(
@@ -136,7 +120,7 @@ class LanguageModel:
             for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
         ]
         self._run(sequences)
-        return [_output(sequence) for sequence in sequences]
+        return [generation_output(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> abc.Iterator[StreamEvent]:
         """Continue one prompt, token by token; the texts of the events join to the text of `generate`.
@@ -314,17 +298,6 @@ def _params_for_each(
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
     return params
-
-
-def _output(sequence: Sequence) -> GenerationOutput:
-    assert sequence.finish_reason is not None
-    return GenerationOutput(
-        text=sequence.text,
-        token_ids=tuple(sequence.token_ids),
-        finish_reason=sequence.finish_reason,
-        prompt_token_ids=tuple(sequence.prompt_ids.tolist()),
-        logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
-    )
 
 
 def _raise_error(sequence: Sequence) -> None:

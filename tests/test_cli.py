@@ -17,6 +17,7 @@ from cli_fakes import FakeExport, FakeRuntime, PipedInput
 
 from graphport.cli import app, main
 from graphport.runtime.memory import NotEnoughMemoryError
+from graphport.runtime.sampling import NonFiniteLogitsError
 
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
@@ -87,6 +88,7 @@ def test_bad_arguments_exit_with_2_and_one_line(
     [
         (ValueError("prompt of 9 tokens,\n  limit 8"), "graphport: error: prompt of 9 tokens, limit 8\n"),
         (NotEnoughMemoryError("a KV cache needs 9 MiB"), "graphport: error: a KV cache needs 9 MiB\n"),
+        (NonFiniteLogitsError("the logits are not finite"), "graphport: error: the logits are not finite\n"),
         (KeyError("x"), "graphport: error: KeyError: 'x'; run again with --debug for the traceback\n"),
     ],
 )

@@ -44,6 +44,9 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)
 
+# errors whose text says what was got, what is needed and what to do
+_EXPLAINED = (ValueError, OSError, NotImplementedError, RuntimeError, MemoryError, FloatingPointError)
+
 
 def _show_version(value: bool) -> None:
     if value:
@@ -119,7 +122,7 @@ def _failed(error: Exception, invocation: Invocation) -> int:
 def _message(error: Exception) -> str:
     if isinstance(error, typer.TyperException):
         return f"{error.format_message().rstrip('.')}; see `graphport --help` or `graphport COMMAND --help`"
-    if isinstance(error, ValueError | OSError | NotImplementedError | RuntimeError | MemoryError) and str(error):
+    if isinstance(error, _EXPLAINED) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}; run again with --debug for the traceback"
 
