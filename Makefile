@@ -126,6 +126,10 @@ bench: $(missing) ## time the bundle against transformers eager, in one run; wri
 	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
 		$(bin)/python benchmarks/against_transformers.py $(out) "$$source" --out $(RESULTS)
 
+.PHONY: bench-gpu
+bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
+	$(bin)/python benchmarks/gpu.py --work build --out $(if $(filter command line,$(origin RESULTS)),$(RESULTS),build/bench-gpu.md)
+
 # A file stays with one worker, so that what its tests share (an exported model) is made once.
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
 
