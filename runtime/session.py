@@ -192,19 +192,20 @@ class Session:
     ) -> StepOutputs:
         batch, length = ids.shape
         size = captured or batch
-        after = cache.lengths[first_slot : first_slot + batch] + length
-        cache.reserve(first_slot + size, int(after.max()))
+        before = cache.lengths[first_slot : first_slot + batch]
+        longest = int(before.max()) + length
+        cache.reserve(first_slot + size, longest)
         seqlens = np.zeros(size, np.int32)
-        seqlens[:batch] = after - 1
+        seqlens[:batch] = before + (length - 1)
         if rows is None:
             rows = np.arange(length - 1, size * length, length)
         shape = StepShape(batch=size, length=length, num_rows=len(rows))
         tensors = self._tensors(shape, is_decode=is_decode, is_captured=captured is not None)
         flat = ids if isinstance(ids, DeviceIds) else ids.reshape(-1)
-        tensors.write(flat, seqlens, rows, total=cache.capacity if captured else int(after.max()))
+        tensors.write(flat, seqlens, rows, total=cache.capacity if captured else longest)
         binding = tensors.bind(cache, first_slot, shape)
         self._runner.run(binding, tensors.bound_to() if captured else None)
-        if is_decode and self.manifest.samples_on_device:
+        if is_decode and tensors.has_samples:
             return tensors.outputs_fed_back(size, batch)
         return tensors.outputs(batch if is_decode else len(rows))
 

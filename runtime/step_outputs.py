@@ -4,7 +4,8 @@ In: the tensors of a step that has run. Out: rows of logits on the host, whole o
 all logits on the device for other libraries. The session's next step overwrites everything. R: rows; V: vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +44,16 @@ class StepOutputs:
 
     def row(self, index: int) -> LogitsRow:
         """Row `index`, to sample from."""
-
-        def full() -> NDArray[np.float32]:
-            row: NDArray[np.float32] = self._fetch_logits(index, index + 1)[0]
-            return row
-
+        full = functools.partial(self._fetch_row, index)
         if not self._samples:
             return LogitsRow(full=full)
-        log_total = float(self._samples[LOG_TOTAL].host[index])
-        greedy_id = int(self._samples[GREEDY_IDS].host[index, 0])
-        candidates = self._candidates(index) if self._num_candidates < self._vocab_size else None
-        return LogitsRow(full=full, reduced=ReducedRow(greedy_id=greedy_id, log_total=log_total, candidates=candidates))
+        has_more = self._samples[TOP_IDS].shape[1] < self._vocab_size
+        reduced = ReducedRow(
+            greedy_id=int(self._samples[GREEDY_IDS].host[index, 0]),
+            log_total=float(self._samples[LOG_TOTAL].host[index]),
+            candidates=functools.partial(self._fetch_candidates, index) if has_more else None,
+        )
+        return LogitsRow(full=full, reduced=reduced)
 
     def device_logits(self) -> DlpackTensor:
         """Logits float32 [R, V] where they lie, for `from_dlpack` of NumPy, torch, CuPy and others; nothing is copied.
@@ -63,21 +63,18 @@ class StepOutputs:
         shape = (self.num_rows, self._vocab_size)
         return DlpackTensor(self._logits, shape, device=self._memory.device, device_id=self._memory.device_id)
 
-    @property
-    def _num_candidates(self) -> int:
-        return int(self._samples[TOP_IDS].shape[1])
+    def _fetch_candidates(self, index: int) -> Candidates:
+        if not self._has_candidates:  # of all rows: several samplers of a batch will ask
+            for name in (TOP_LOGITS, TOP_IDS):
+                self._samples[name].download(0, self.num_rows)
+            self._memory.synchronize()
+            self._has_candidates = True
+        ids, logits = self._samples[TOP_IDS].host[index], self._samples[TOP_LOGITS].host[index]
+        return Candidates(ids=ids, logits=logits, vocab_size=self._vocab_size)
 
-    def _candidates(self, index: int) -> Callable[[], Candidates]:
-        def fetch() -> Candidates:
-            if not self._has_candidates:  # of all rows: several samplers of a batch will ask
-                for name in (TOP_LOGITS, TOP_IDS):
-                    self._samples[name].download(0, self.num_rows)
-                self._memory.synchronize()
-                self._has_candidates = True
-            ids, logits = self._samples[TOP_IDS].host[index], self._samples[TOP_LOGITS].host[index]
-            return Candidates(ids=ids, logits=logits, vocab_size=self._vocab_size)
-
-        return fetch
+    def _fetch_row(self, index: int) -> NDArray[np.float32]:
+        row: NDArray[np.float32] = self._fetch_logits(index, index + 1)[0]
+        return row
 
     def _fetch_logits(self, begin: int, end: int) -> NDArray[np.float32]:
         self._logits.download(begin, end)

@@ -87,6 +87,11 @@ class StepTensors:
         self._addresses: tuple[int, ...] = ()
         memory.synchronize()  # the inputs' first contents are there
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether the graph reduces its logits."""
+        return bool(self._samples)
+
     def write(
         self, ids: NDArray[np.int64] | DeviceIds, seqlens: NDArray[np.int32], rows: NDArray[np.int64], *, total: int
     ) -> None:
@@ -177,10 +182,12 @@ class _Input:
 
     def write(self, values: NDArray[Any]) -> None:
         size = len(values)
-        if size > self._num_known or (self.host[:size] != values).any():
-            self.host[:size] = values
-            self.tensor.upload(size)
-            self._num_known = max(self._num_known, size)
+        known = self.host[:size]
+        if size <= self._num_known and known.tobytes() == values.astype(known.dtype, copy=False).tobytes():
+            return
+        known[:] = values
+        self.tensor.upload(size)
+        self._num_known = max(self._num_known, size)
 
     def take(self, ids: DeviceIds) -> None:
         self._memory.copy_bytes(self.tensor, ids.address, ids.num_bytes)

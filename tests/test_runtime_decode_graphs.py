@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import on_fake_device
+from parity import TOLERANCES
 from replayed_graphs import ReplayedGraphs
-from sampling_bundles import write_sampling_bundle
-from test_runtime_device_loop import MIXED, assert_same, new_session, random_ids, request, run
+from sampled_requests import MIXED, assert_same, mixed_requests, request, run
+from sampling_bundles import SAMPLING, write_sampling_bundle
 from tiny_bundles import TinyBundle, write_tiny_bundle
+from tiny_models import tiny_configs, tiny_model
+from tiny_requests import random_ids
+from tiny_sessions import open_session
 
+from graphport.export import model_export
 from graphport.runtime import decode_graphs
 from graphport.runtime.decode_graphs import NO_GRAPH, DecodeGraphs, padded_batch
 from graphport.runtime.engine import Engine
@@ -29,12 +34,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Session:
-    return new_session(write_tiny_bundle(tmp_path_factory.mktemp("plain") / "bundle"))
+    return open_session(write_tiny_bundle(tmp_path_factory.mktemp("plain") / "bundle").folder)
 
 
 @pytest.fixture
 def session(bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> Session:
-    opened = new_session(bundle)
+    opened = open_session(bundle.folder)
     on_fake_device(opened, monkeypatch)
     return opened
 
@@ -64,10 +69,7 @@ def test_replayed_steps_give_the_ids_of_plain_steps(
 def test_rows_that_join_and_leave_replay_graphs_of_few_sizes(
     session: Session, graphs: ReplayedGraphs, plain: Session
 ) -> None:
-    found, expected = (
-        [request(random_ids(1 + 7 * i % 40, i), 3 + 5 * i % 23, MIXED[i % len(MIXED)]) for i in range(24)]
-        for _ in range(2)
-    )
+    found, expected = mixed_requests(24), mixed_requests(24)
     run(session, *found, max_batch=6)
     run(plain, *expected, max_batch=6)
     for one, other in zip(found, expected, strict=True):
@@ -155,7 +157,7 @@ def test_the_upper_bound_of_the_lengths_gives_the_results_of_the_exact_one(
     session: Session, graphs: ReplayedGraphs, bundle: TinyBundle
 ) -> None:
     """total_sequence_length is the capacity in a captured step (contract of GroupQueryAttention's static cache)."""
-    exact = new_session(bundle)
+    exact = open_session(bundle.folder)
     caches = [one.new_cache(max_slots=2, max_length=128) for one in (session, exact)]
     for length in (5, 1):
         for one, cache in zip((session, exact), caches, strict=True):
@@ -167,6 +169,25 @@ def test_the_upper_bound_of_the_lengths_gives_the_results_of_the_exact_one(
         ]
         assert (steps[0] == steps[1]).all()
     assert int(session._decode_tensors[2, True]._total) == caches[0].capacity > caches[0].lengths.max()
+
+
+@pytest.mark.parametrize("kind", ["head_dim_20", "window", "softcap_window", "learned"])
+def test_exported_kinds_replay_as_they_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded, with the capacity for a length: attention in the kernel and in its portable body, windows, positions."""
+    monkeypatch.setattr(model_export, "find_target", lambda _: SAMPLING)
+    model = tiny_model(tiny_configs()[kind])
+    folder = model_export.export(model, tmp_path / "bundle", precision="fp32", verify=False).path
+    plain, session = open_session(folder), open_session(folder)
+    on_fake_device(session, monkeypatch)
+    ReplayedGraphs(session, monkeypatch)
+    logits = []
+    for one in (plain, session):
+        cache = one.new_cache(max_slots=4, max_length=32)
+        for length in (6, 1, 3):
+            one.run(cache, np.arange(length)[np.newaxis], first_slot=cache.claim())
+        steps = [one.step(cache, np.array([[t], [t + 1], [t + 2]])).copy() for t in range(12)]
+        logits.append(np.array(steps))
+    assert np.abs(logits[0] - logits[1]).max() < TOLERANCES["reused cache", "float32"]
 
 
 def test_a_replay_at_stale_addresses_would_be_noticed(

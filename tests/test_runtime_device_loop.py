@@ -7,20 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCudart, on_fake_device
-from parity import TOLERANCES
+from sampled_requests import GREEDY, MIXED, TOLERANCE, assert_same, engine_with, mixed_requests, request, run
 from sampling_bundles import write_sampling_bundle
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, tiny_weights, write_tiny_bundle
+from tiny_requests import random_ids
+from tiny_sessions import open_session
 
 from graphport.model_def.signature import NUM_CANDIDATES
-from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.engine import Engine
 from graphport.runtime.sampling import NonFiniteLogitsError
 from graphport.runtime.sampling_params import SamplingParams
-from graphport.runtime.sequence import ScoringSequence, Sequence
+from graphport.runtime.sequence import ScoringSequence
 from graphport.runtime.session import Session
 
-TOLERANCE = TOLERANCES["tiny bundle", "float32"]
-GREEDY = SamplingParams(temperature=0.0)
 GREEDY_BYTES = 8 + 4  # an id and the logarithm of a sum
 CANDIDATE_BYTES = NUM_CANDIDATES * (4 + 8)
 ROW_BYTES = 4 * VOCAB
@@ -29,7 +28,7 @@ ROW_BYTES = 4 * VOCAB
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Session:
     """The same weights without reductions, on the CPU's own way."""
-    return new_session(write_tiny_bundle(tmp_path_factory.mktemp("plain") / "bundle"))
+    return open_session(write_tiny_bundle(tmp_path_factory.mktemp("plain") / "bundle").folder)
 
 
 @pytest.fixture(scope="module")
@@ -39,46 +38,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
 
 @pytest.fixture
 def session(bundle: TinyBundle) -> Session:
-    return new_session(bundle)
+    return open_session(bundle.folder)
 
 
 @pytest.fixture
 def fake(session: Session, monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     """`session` on a device of its own."""
     return on_fake_device(session, monkeypatch)
-
-
-def new_session(bundle: TinyBundle) -> Session:
-    return Session(open_bundle(bundle.folder), device="cpu", threads=1)
-
-
-def random_ids(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(np.random.default_rng([seed, length]).integers(0, VOCAB, length).tolist())
-
-
-def request(prompt: tuple[int, ...], new: int, params: SamplingParams = GREEDY) -> Sequence:
-    return Sequence(prompt, params, vocab_size=VOCAB, max_total=len(prompt) + new)
-
-
-def engine_with(session: Session, *sequences: Sequence, max_batch: int = 4) -> Engine:
-    engine = Engine(session, max_batch=max_batch, max_length=128, prefill_chunk=16)
-    for sequence in sequences:
-        engine.submit(sequence)
-    return engine
-
-
-def run(session: Session, *sequences: Sequence, max_batch: int = 4) -> None:
-    engine = engine_with(session, *sequences, max_batch=max_batch)
-    while engine.all_sequences():
-        engine.step()
-
-
-def assert_same(found: Sequence, expected: Sequence) -> None:
-    assert found.error is None
-    assert found.token_ids == expected.token_ids
-    for one, other in zip(found.samples, expected.samples, strict=True):
-        assert abs(one.logprob - other.logprob) < TOLERANCE
-        assert [id_ for id_, _ in one.top_logprobs] == [id_ for id_, _ in other.top_logprobs]
 
 
 def steady(engine: Engine, fake: FakeCudart, steps: int) -> None:
@@ -90,19 +56,6 @@ def steady(engine: Engine, fake: FakeCudart, steps: int) -> None:
     fake.reset()
     for _ in range(steps):
         engine.step()
-
-
-MIXED = (
-    GREEDY,
-    SamplingParams(temperature=0.8, top_k=5, seed=1),
-    SamplingParams(temperature=1.0, top_p=0.7, seed=2),
-    SamplingParams(temperature=1.2, min_p=0.2, seed=3, logprobs=3),
-    SamplingParams(seed=4),
-    SamplingParams(temperature=0.0, repetition_penalty=1.3),
-    SamplingParams(temperature=0.0, logprobs=5),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, seed=5),
-    SamplingParams(temperature=0.9, top_p=0.95, presence_penalty=0.5, seed=6),
-)
 
 
 @pytest.mark.parametrize("params", MIXED)
@@ -120,10 +73,7 @@ def test_rows_that_join_and_leave_get_the_ids_of_the_plain_graph(
     session: Session, fake: FakeCudart, plain: Session
 ) -> None:
     """Greedy and drawn rows share batches of every size, so that inputs are now on the device and now are not."""
-    found, expected = (
-        [request(random_ids(1 + 7 * i % 40, i), 3 + 5 * i % 23, MIXED[i % len(MIXED)]) for i in range(24)]
-        for _ in range(2)
-    )
+    found, expected = mixed_requests(24), mixed_requests(24)
     run(session, *found, max_batch=6)
     run(plain, *expected, max_batch=6)
     for one, other in zip(found, expected, strict=True):
@@ -171,9 +121,9 @@ def test_logits_of_every_position_come_down_when_asked_for(
     session: Session, fake: FakeCudart, bundle: TinyBundle
 ) -> None:
     prompt = random_ids(40)
-    scoring = ScoringSequence(prompt, vocab_size=VOCAB)
+    scoring = ScoringSequence(tuple(prompt), vocab_size=VOCAB)
     run(session, scoring)
-    assert np.abs(np.concatenate(scoring.pieces) - reference_logits(bundle.weights, list(prompt))).max() < TOLERANCE
+    assert np.abs(np.concatenate(scoring.pieces) - reference_logits(bundle.weights, prompt)).max() < TOLERANCE
 
 
 def test_a_row_that_ends_leaves_no_stale_id_behind(session: Session, fake: FakeCudart, plain: Session) -> None:
@@ -199,9 +149,9 @@ def _overflowing(tmp_path: Path, number: float) -> TinyBundle:
 def test_b50_a_reduced_row_that_is_not_finite_fails_alone(
     number: float, params: SamplingParams, tmp_path: Path, plain: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = new_session(_overflowing(tmp_path, number))
+    session = open_session(_overflowing(tmp_path, number).folder)
     on_fake_device(session, monkeypatch)
-    bad, good, same = request((1, 7), 6, params), request((1, 8), 6), request((1, 8), 6)
+    bad, good, same = request([1, 7], 6, params), request([1, 8], 6), request([1, 8], 6)
     run(session, bad, good)
     run(plain, same)
     assert isinstance(bad.error, NonFiniteLogitsError)
@@ -233,7 +183,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_inputs(
 
 
 def test_b97_device_memory_is_given_back(bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = new_session(bundle)
+    session = open_session(bundle.folder)
     fake = on_fake_device(session, monkeypatch)
     for _ in range(3):  # caches come and go, the tensors of steps stay
         run(session, *(request(random_ids(4 + i), 10) for i in range(3)))

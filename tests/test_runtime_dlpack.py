@@ -15,8 +15,8 @@ from fake_cuda import on_fake_device
 from parity import TOLERANCES
 from sampling_bundles import write_sampling_bundle
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, write_tiny_bundle
+from tiny_sessions import open_session
 
-from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.device_memory import HostMemory
 from graphport.runtime.dlpack import DlpackTensor, take_ids
 from graphport.runtime.session import Session
@@ -33,7 +33,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
 
 @pytest.fixture(scope="module")
 def session(bundle: TinyBundle) -> Session:
-    return Session(open_bundle(bundle.folder), device="cpu", threads=1)
+    return open_session(bundle.folder)
 
 
 class OnCuda:
@@ -153,7 +153,7 @@ def test_ids_on_the_device_stay_there_and_are_ready_on_the_sessions_stream(
 ) -> None:
     """A loop whose ids never are on the host: they go in from where they lie, and logits come out where they lie."""
     weights = write_sampling_bundle(tmp_path).weights
-    session = Session(open_bundle(tmp_path), device="cpu", threads=1)
+    session = open_session(tmp_path)
     fake = on_fake_device(session, monkeypatch)
     monkeypatch.setattr(session._memory, "device", "cuda")  # for ids and logits; bindings follow the real device
     _bind_on_the_cpu(session, monkeypatch)
@@ -177,7 +177,7 @@ def test_ids_from_the_host_after_ids_from_the_device_are_not_taken_for_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = write_sampling_bundle(tmp_path).weights
-    session = Session(open_bundle(tmp_path), device="cpu", threads=1)
+    session = open_session(tmp_path)
     on_fake_device(session, monkeypatch)
     monkeypatch.setattr(session._memory, "device", "cuda")
     _bind_on_the_cpu(session, monkeypatch)
@@ -205,7 +205,7 @@ def test_logits_are_shared_not_copied(take: Any, session: Session, bundle: TinyB
 
 
 def test_shared_logits_outlive_the_session(bundle: TinyBundle) -> None:
-    session = Session(open_bundle(bundle.folder), device="cpu", threads=1)
+    session = open_session(bundle.folder)
     cache = session.new_cache(max_slots=1, max_length=64)
     cache.claim()
     outputs = session.run(cache, IDS)
