@@ -220,7 +220,7 @@ def _write_files(
         precision=plan.precision.name,
         max_length=plan.max_length,
         config=plan.config,
-        signature=decoder_signature(plan.config, cache_dtype),
+        signature=decoder_signature(plan.config, cache_dtype, samples=plan.target.samples_on_device),
         generation=opened.generation,
         source=opened.source,
         files=record_files(folder),

@@ -8,6 +8,7 @@ from typing import Literal
 
 import onnx_ir as ir
 
+from graphport.export.append_sampling import append_sampling
 from graphport.export.clean_graph import clean_graph, finish_graph
 from graphport.export.convert_floats import convert_floats
 from graphport.export.fuse_qk_norm import fuse_qk_norm
@@ -33,6 +34,7 @@ PASSES: tuple[GraphPass, ...] = (
     lower_norm,
     convert_floats,
     lower_linear,
+    append_sampling,
     finish_graph,
 )
 
@@ -48,6 +50,7 @@ RULES = (
     "norm",
     "half_precision",
     "linear",
+    "sampling",
 )
 
 _MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
@@ -77,6 +80,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
         "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
+        "sampling": int(plan.target.samples_on_device),
     }
 
 

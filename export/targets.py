@@ -45,8 +45,10 @@ class Target:
 
     `head_multiple` and `rotary_multiple`: GroupQueryAttention's head size, and the head size and rotary width when
     it rotates. `accuracy_level` is MatMulNBits' (4: int8 activations a block; None: the kernel's own choice).
-    `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself. `fast_decode` and `fast_rows` (bits,
-    multiple of MatMulNBits' rows) are what the fastest kernels take; a model that misses them runs on slower ones.
+    `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself. `samples_on_device`: whether graphs
+    reduce their logits to candidates (see `append_sampling.py`), because the host would have to fetch them.
+    `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
+    misses them runs on slower ones.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Target:
     rotary_multiple: int
     accuracy_level: int | None
     qk_norm_inside: bool
+    samples_on_device: bool
     fast_decode: FastDecode | None = None
     fast_rows: tuple[tuple[int, int], ...] = ()
 
@@ -94,6 +97,7 @@ CPU = Target(
     rotary_multiple=16,
     accuracy_level=4,
     qk_norm_inside=False,  # the CPU kernel accepts the inputs and fails when it is run
+    samples_on_device=False,
 )
 
 CUDA = Target(
@@ -109,6 +113,7 @@ CUDA = Target(
     rotary_multiple=16,
     accuracy_level=None,
     qk_norm_inside=True,
+    samples_on_device=True,
     fast_decode=FastDecode(kernel="XQA", head_dims=(64, 128, 256), groups=(1, 2, 4, 5, 8, 16, 32)),
     fast_rows=((4, 64), (8, 32)),
 )

@@ -34,6 +34,13 @@ SEQLENS_K = "seqlens_k"
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
 LOGITS_ROWS = "logits_rows"
 LOGITS = "logits"
+TOP_LOGITS = "top_logits"
+TOP_IDS = "top_ids"
+LOG_TOTAL = "log_total"
+GREEDY_IDS = "greedy_ids"
+NEXT_SEQLENS_K = "next_seqlens_k"
+
+NUM_CANDIDATES = 64  # of a row, at most: what comes to the host when an id is sampled
 
 
 class ManifestError(ValueError):
@@ -77,13 +84,14 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
 
 
-def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32") -> Signature:
+def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32", *, samples: bool = False) -> Signature:
     """Inputs and outputs of a decoder step.
 
     `input_ids` int64 [batch, sequence]; `seqlens_k` int32 [batch], tokens of the row after the step minus one;
     `total_sequence_length` int32 scalar, an upper bound of the rows' lengths after the step, equal to `sequence`
     exactly when nothing is cached yet; `logits_rows` int64 [rows], indices into the flattened [batch * sequence]
-    hidden states; caches [batch, kv_heads, capacity, head_dim]. `logits` float32 [rows, vocab].
+    hidden states; caches [batch, kv_heads, capacity, head_dim]. `logits` float32 [rows, vocab]. With `samples` the
+    outputs end with those of `sample_outputs`.
     (The contract of ONNX Runtime's GroupQueryAttention with a static cache.)
     """
     inputs = [
@@ -99,7 +107,28 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32")
             inputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
         for name in (present_key(layer), present_value(layer)):
             outputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
+    if samples:
+        outputs += sample_outputs(config)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def sample_outputs(config: TransformerConfig) -> tuple[TensorSpec, ...]:
+    """Outputs of a graph that reduces each row of its logits, so that the host need not fetch the row.
+
+    `greedy_ids` int64 [rows, 1], the lowest id of the highest logit; `log_total` float32 [rows], the logarithm of the
+    sum of exp(logit - highest logit), not finite exactly when no id can be chosen; `top_logits` float32 and `top_ids`
+    int64 [rows, K], the K = min(64, vocab) highest in descending order; `next_seqlens_k` int32 [batch], the lengths
+    of the step that follows if each row goes on with its greedy id. A length of 0 stays 0 there: rows that only fill a
+    batch up keep overwriting their first token, at the cost of one token.
+    """
+    count = min(NUM_CANDIDATES, config.vocab_size)
+    return (
+        TensorSpec(name=GREEDY_IDS, dtype="int64", shape=("rows", 1)),
+        TensorSpec(name=LOG_TOTAL, dtype="float32", shape=("rows",)),
+        TensorSpec(name=TOP_LOGITS, dtype="float32", shape=("rows", count)),
+        TensorSpec(name=TOP_IDS, dtype="int64", shape=("rows", count)),
+        TensorSpec(name=NEXT_SEQLENS_K, dtype="int32", shape=("batch",)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +175,11 @@ class Manifest:
         plain = dataclasses.asdict(self)
         plain["config"] = self.config.to_dict()
         return json.dumps({"format": MANIFEST_FORMAT, **plain}, indent=1)
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether the graph reduces its logits to candidates (`sample_outputs`)."""
+        return any(spec.name == GREEDY_IDS for spec in self.signature.outputs)
 
     @property
     def cache_dtype(self) -> DType:

@@ -4,20 +4,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from graphport.runtime.bundle_files import open_bundle
     from graphport.runtime.generation_output import GenerationOutput
     from graphport.runtime.language_model import LanguageModel, load
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
+    from graphport.runtime.session import Session
 
-__all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "StreamEvent", "load"]
+__all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "Session", "StreamEvent", "load", "open_bundle"]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
     "GenerationOutput": "graphport.runtime.generation_output",
     "LanguageModel": "graphport.runtime.language_model",
     "SamplingParams": "graphport.runtime.sampling_params",
+    "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
     "load": "graphport.runtime.language_model",
+    "open_bundle": "graphport.runtime.bundle_files",
 }
 
 

@@ -4,15 +4,13 @@ In: sizes and an element type. Out: addresses of slots, and copies of rows. Cont
 sequences (see `kv_cache.py`).
 """
 
-import ctypes
 from typing import Protocol
 
 import numpy as np
-import onnxruntime
 from numpy.typing import DTypeLike, NDArray
 
 from graphport.model_def.signature import DType
-from graphport.runtime.device import Device
+from graphport.runtime.cuda_runtime import CudaRuntime
 
 # numpy has no bfloat16; its bits travel as uint16 and the graph is told the element type by number.
 NUMPY_DTYPES: dict[DType, DTypeLike] = {
@@ -24,8 +22,6 @@ NUMPY_DTYPES: dict[DType, DTypeLike] = {
     "int8": np.int8,
     "uint8": np.uint8,
 }
-
-_CUDA_MEMCPY_DEVICE_TO_DEVICE = 3
 
 
 class CacheBuffer(Protocol):
@@ -60,36 +56,29 @@ class HostBuffer:
 
 
 class CudaBuffer:
-    """A CacheBuffer on CUDA device 0; copies go through the CUDA runtime and are finished on return."""
+    """A CacheBuffer in CUDA device memory; copies are queued on the session's stream, before whatever runs next."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: DType) -> None:
+    def __init__(self, cuda: CudaRuntime, shape: tuple[int, int, int, int], dtype: DType) -> None:
         self.shape = shape
-        self._value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, NUMPY_DTYPES[dtype], "cuda", 0)
-        self._base = int(self._value.data_ptr())
+        self._cuda = cuda
         self._token_bytes = shape[3] * np.dtype(NUMPY_DTYPES[dtype]).itemsize
         self._head_bytes = shape[2] * self._token_bytes
-        self._cuda = ctypes.CDLL("libcudart.so.13")  # the library the provider has loaded already
+        num_bytes = shape[0] * shape[1] * self._head_bytes
+        self._block = cuda.allocate(num_bytes)
+        cuda.clear(self._block.address, num_bytes)  # kernels may multiply what lies beyond a row's length by 0
 
     def address(self, slot: int) -> int:
         """See CacheBuffer."""
-        return self._base + slot * self.shape[1] * self._head_bytes
+        return self._block.address + slot * self.shape[1] * self._head_bytes
 
     def copy_row(self, source: CacheBuffer, source_slot: int, slot: int, length: int) -> None:
         """See CacheBuffer."""
         assert isinstance(source, CudaBuffer)
-        status = self._cuda.cudaMemcpy2D(
-            ctypes.c_void_p(self.address(slot)),
-            ctypes.c_size_t(self._head_bytes),
-            ctypes.c_void_p(source.address(source_slot)),
-            ctypes.c_size_t(source._head_bytes),
-            ctypes.c_size_t(length * self._token_bytes),
-            ctypes.c_size_t(self.shape[1]),
-            ctypes.c_int(_CUDA_MEMCPY_DEVICE_TO_DEVICE),
+        self._cuda.copy_rows(
+            self.address(slot),
+            self._head_bytes,
+            source.address(source_slot),
+            source._head_bytes,
+            width=length * self._token_bytes,
+            num_rows=self.shape[1],
         )
-        # ONNX Runtime runs on a stream of its own, which does not wait for this copy.
-        status = status or self._cuda.cudaDeviceSynchronize()
-        if status:
-            raise RuntimeError(f"moving a cache row on the CUDA device failed with CUDA error {status}")
-
-
-BUFFERS: dict[Device, type[HostBuffer] | type[CudaBuffer]] = {"cpu": HostBuffer, "cuda": CudaBuffer}

@@ -16,6 +16,8 @@ import onnxruntime
 import psutil  # type: ignore[import-untyped]  # it ships no types
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from graphport.runtime.cuda_setup import CudaSetup
+
 DeviceWish = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]
 
@@ -49,12 +51,13 @@ class DeviceError(RuntimeError):
 
 
 def open_inference_session(
-    graph: Path, options: onnxruntime.SessionOptions, *, wish: DeviceWish, target: str
+    graph: Path, options: onnxruntime.SessionOptions, *, wish: DeviceWish, target: str, cuda: CudaSetup
 ) -> tuple[Any, Device]:
     """Open `graph` on the device of `wish` and verify that ONNX Runtime really took it.
 
     `auto` follows the bundle's `target`: CUDA for a bundle compiled for it if CUDA can start, else the CPU; one log
-    line says what it took and why. Raises DeviceError when `cuda` was asked for and cannot start.
+    line says what it took and why. On CUDA it runs on the stream of `cuda` and captures graphs if that says so and ONNX
+    Runtime agrees. Raises DeviceError when `cuda` was asked for and cannot start.
     """
     if wish not in get_args(DeviceWish):
         raise ValueError(f"device must be one of {', '.join(get_args(DeviceWish))}; got {wish!r}")
@@ -62,19 +65,19 @@ def open_inference_session(
         problem = cuda_problem() if target == "cuda" else f"the bundle was compiled for {target}"
         if problem is None:
             try:
-                session = _open(graph, options, "cuda")
+                session = _open(graph, options, "cuda", cuda)
             except DeviceError as error:
                 problem = str(error)
             else:
                 _log.info("device auto: cuda")
                 return session, "cuda"
         _log.log(logging.WARNING if target == "cuda" else logging.INFO, "device auto: cpu (%s)", problem)
-        return _open(graph, options, "cpu"), "cpu"
+        return _open(graph, options, "cpu", cuda), "cpu"
     if wish == "cuda":
         problem = cuda_problem()
         if problem is not None:
             raise DeviceError(f"device cuda cannot be used: {problem}; use device='cpu' to run without it")
-    return _open(graph, options, wish), wish
+    return _open(graph, options, wish, cuda), wish
 
 
 def cuda_problem() -> str | None:
@@ -111,11 +114,16 @@ def _cgroup_cpus() -> int | None:
     return None if quota == "max" else max(1, int(quota) // int(period))
 
 
-def _open(graph: Path, options: onnxruntime.SessionOptions, device: Device) -> Any:  # noqa: ANN401 - ORT is untyped
+def _open(graph: Path, options: onnxruntime.SessionOptions, device: Device, cuda: CudaSetup) -> Any:  # noqa: ANN401 - ORT is untyped
     wanted = list(_PROVIDERS[device])
     try:
-        session = onnxruntime.InferenceSession(str(graph), options, providers=wanted, enable_fallback=0)
+        provider_options = [cuda.provider_options() if device == "cuda" else {}, *({} for _ in wanted[1:])]
+        session = onnxruntime.InferenceSession(
+            str(graph), options, providers=wanted, provider_options=provider_options, enable_fallback=0
+        )
     except ORT_ERRORS as error:
+        if device == "cuda" and cuda.refuse(error):
+            return _open(graph, options, device, cuda)
         if device == "cuda" and "cuda" in str(error).lower():
             raise DeviceError(f"device cuda is listed by ONNX Runtime but does not start: {error}") from error
         raise

@@ -84,10 +84,10 @@ class Engine:
             room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
             self.cache.reserve(slot + 1, room)
             self.num_steps += 1
-            logits = self.session.step(self.cache, ids[np.newaxis], rows, first_slot=slot)
+            outputs = self.session.run(self.cache, ids[np.newaxis], rows, first_slot=slot)
             is_last = begin + len(ids) == len(sequence.prompt_ids)
             if is_last or rows is not None:
-                sequence.accept(logits)
+                sequence.accept(outputs)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             sequence.fail(error)
             is_last = True
@@ -116,7 +116,7 @@ class Engine:
             self._last_ids[slot, 0] = sequence.token_ids[-1]
         try:
             self.num_steps += 1
-            logits = self.session.step(self.cache, self._last_ids[: len(rows)])
+            outputs = self.session.run(self.cache, self._last_ids[: len(rows)])
         except MemoryError as error:  # the cache could not grow: only the rows that need it fail
             longest = self.cache.lengths[: len(rows)].max()
             self._fail([row for slot, row in enumerate(rows) if self.cache.lengths[slot] == longest], error)
@@ -126,7 +126,7 @@ class Engine:
             return
         for slot, sequence in enumerate(rows):
             try:
-                sequence.accept(logits[slot : slot + 1])
+                sequence.accept(outputs, slot)
             except Exception as error:  # as above: this row's alone
                 sequence.fail(error)
         for sequence in rows:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import TensorSpec
-from graphport.runtime.cache_buffer import BUFFERS, CacheBuffer
+from graphport.model_def.signature import DType, TensorSpec
+from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer
 from graphport.runtime.device import Device
 from graphport.runtime.memory import cache_bytes_per_token, free_memory, require_memory
 
@@ -23,7 +23,7 @@ class KVCache:
 
     Slots and capacity grow by doubling as sequences need them, to `max_slots` and `max_length` at most, keeping what
     is cached; nothing is allocated before the first `reserve`. Rows of a slot beyond its length are undefined, and no
-    kernel reads them. Not thread-safe.
+    kernel reads them. `new_buffer` makes the memory, on `device`. Not thread-safe.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class KVCache:
         max_slots: int,
         max_length: int,
         device: Device = "cpu",
+        new_buffer: Callable[[tuple[int, int, int, int], DType], CacheBuffer] = HostBuffer,
         free: Callable[[], int] = free_memory,
     ) -> None:
         for name, value in (("max_slots", max_slots), ("max_length", max_length)):
@@ -48,6 +49,7 @@ class KVCache:
         self.buffers: tuple[CacheBuffer, ...] = ()
         self.generation = 0
         self._device: Device = device
+        self._new_buffer = new_buffer
         self._free = free
         self._bytes_per_token = cache_bytes_per_token(self.specs)
 
@@ -134,7 +136,7 @@ class KVCache:
         new: list[CacheBuffer] = []
         for spec in self.specs:
             heads, head_dim = (size for size in spec.shape if isinstance(size, int))
-            new.append(BUFFERS[self._device]((slots, heads, capacity, head_dim), spec.dtype))
+            new.append(self._new_buffer((slots, heads, capacity, head_dim), spec.dtype))
         old = list(reversed(self.buffers))
         self.buffers = ()
         for buffer in new if old else ():

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
 from graphport.runtime.generation_output import GenerationOutput, generation_output
@@ -45,12 +46,16 @@ def load(
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    cuda_graphs: GraphWish = "auto",
+    stream: int | None = None,
 ) -> "LanguageModel":
     """Open a bundle.
 
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
-    the workspace and of how long running rows wait for a new prompt.
+    the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
+    captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
+    cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
@@ -60,6 +65,8 @@ def load(
         max_length=max_length,
         threads=threads,
         prefill_chunk=prefill_chunk,
+        cuda_graphs=cuda_graphs,
+        stream=stream,
     )
 
 
@@ -81,6 +88,8 @@ class LanguageModel:
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        cuda_graphs: GraphWish = "auto",
+        stream: int | None = None,
     ) -> None:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
@@ -89,7 +98,9 @@ class LanguageModel:
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:
-            opening = executor.submit(Session, bundle, device=device, threads=threads)
+            opening = executor.submit(
+                Session, bundle, device=device, threads=threads, cuda_graphs=cuda_graphs, stream=stream
+            )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
@@ -178,6 +189,11 @@ class LanguageModel:
     def num_active(self) -> int:
         """Requests that hold a place in the batch now."""
         return 0 if self._engine is None else self._engine.scheduler.num_active
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs and replayed."""
+        return self._engine is not None and self._engine.session.cuda_graphs
 
     @property
     def cache_bytes(self) -> int:

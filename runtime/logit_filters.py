@@ -54,6 +54,11 @@ def surviving(scaled: Scores, *, top_k: int, top_p: float, min_p: float) -> tupl
     if 0 < top_k < len(scaled):
         ids = highest(scaled, top_k)
         scaled = scaled[ids]
+    return narrowed(ids, scaled, top_p=top_p, min_p=min_p)
+
+
+def narrowed(ids: Ids, scaled: Scores, *, top_p: float, min_p: float) -> tuple[Ids, Scores]:
+    """The part of `surviving` after top_k: of `ids`, ascending, with scores `scaled` of which the largest is 0."""
     weights: Scores = np.exp(scaled)
     if top_p < 1:
         kept = nucleus(weights, top_p)

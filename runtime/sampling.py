@@ -1,18 +1,21 @@
 """One row of logits in, one token id out: greedy or drawn, with its log probability.
 
-In: `SamplingParams`, the prompt's ids, and float32 logits [V] each step. Out: `Sample`. It does not decide when a
-sequence ends (the engine does), and it never changes the logits given: they may be the session's own buffer.
+In: `SamplingParams`, the prompt's ids, and float32 logits [V] or a LogitsRow each step. Out: `Sample`. It does not
+decide when a sequence ends (the engine does), and it never changes the logits given: they may be a reused buffer.
 
 Order of the filters: repetition, presence and frequency penalty on the raw logits -> temperature -> top_k -> top_p ->
 min_p -> softmax -> draw. This is the order of `transformers`; vLLM applies min_p before top_k and top_p.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.signature import NUM_CANDIDATES
+from graphport.runtime.candidate_filters import can_settle, most_likely_candidates, surviving_candidates
 from graphport.runtime.logit_filters import (
     highest,
     penalise_generated,
@@ -20,6 +23,7 @@ from graphport.runtime.logit_filters import (
     scale_by_temperature,
     surviving,
 )
+from graphport.runtime.logits_row import Candidates, LogitsRow, ReducedRow
 from graphport.runtime.sampling_params import SamplingParams
 
 __all__ = ["NonFiniteLogitsError", "Sample", "Sampler", "SamplingParams"]
@@ -92,6 +96,49 @@ class Sampler:
             logprob=float(logits[token_id]) - log_total,
             top_logprobs=_most_likely(logits, log_total, self._params.logprobs or 0),
         )
+
+    def sample_row(self, row: LogitsRow) -> Sample:
+        """Choose an id from a row of which no more is fetched than the parameters need; the id is that of `sample`.
+
+        Reduced rows are enough for a greedy id, for top_k, and for top_p and min_p unless the distribution is so flat
+        that ids beyond the candidates could survive. Penalties, plain sampling and long logprobs take the whole row.
+        """
+        sample = None if row.reduced is None or self._history is not None else self._sample_reduced(row.reduced)
+        return self.sample(row.full()) if sample is None else sample
+
+    def _sample_reduced(self, row: ReducedRow) -> Sample | None:
+        """The choice if what the row was reduced to settles it, else None, and then no random number is taken."""
+        if not math.isfinite(row.log_total):  # the whole row says what is wrong with it
+            return None
+        if self._params.is_greedy and not self._params.logprobs:
+            return Sample(token_id=row.greedy_id, logprob=-row.log_total)
+        if row.candidates is None or not can_settle(self._params, NUM_CANDIDATES):
+            return None
+        candidates = row.candidates()
+        likely = most_likely_candidates(candidates, self._params.logprobs or 0)
+        token_id = None if likely is None else self._choose_reduced(candidates, row)
+        if likely is None or token_id is None:
+            return None
+        highest_logit = float(candidates.logits[0])
+        logprobs = {
+            int(id_): float(logit) - highest_logit - row.log_total
+            for id_, logit in zip(candidates.ids, candidates.logits, strict=True)
+        }
+        likely_ids = [int(candidates.ids[place]) for place in likely]
+        return Sample(
+            token_id=token_id,
+            logprob=logprobs[token_id],
+            top_logprobs=tuple((id_, logprobs[id_]) for id_ in likely_ids if logprobs[id_] != -math.inf),
+        )
+
+    def _choose_reduced(self, candidates: Candidates, row: ReducedRow) -> int | None:
+        if self._params.is_greedy:
+            return row.greedy_id
+        survivors = surviving_candidates(candidates, row.log_total, self._params)
+        if survivors is None:
+            return None
+        ids, weights = survivors
+        return int(ids[draw(weights, float(self._random.random()))])
 
     def _choose(self, logits: NDArray[np.float32], best: int) -> int:
         scores = logits if self._history is None else self._history.penalise(logits, self._params)

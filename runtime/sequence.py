@@ -1,6 +1,6 @@
 """One request on its way: its prompt, what has been generated, its text, and why it ended.
 
-In: a prompt, SamplingParams, and one row of logits a step. Out: `StreamEvent`s and a finish reason. It runs no model
+In: a prompt, SamplingParams, and the outputs of a step. Out: `StreamEvent`s and a finish reason. It runs no model
 and knows no slot (see `scheduler.py`).
 """
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
 from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.stop_strings import StopStrings
 from graphport.runtime.text_stream import TextStream
 
@@ -84,9 +85,9 @@ class Sequence:
         """Whether there is something that its owner has not read."""
         return bool(self.events)
 
-    def accept(self, logits: NDArray[np.float32]) -> None:
-        """Choose the next token from `logits` [1, vocab] and add its text. Raises NonFiniteLogitsError."""
-        sample = self._sampler.sample(logits[0])
+    def accept(self, outputs: StepOutputs, index: int = 0) -> None:
+        """Choose the next token from row `index` of a step and add its text. Raises NonFiniteLogitsError."""
+        sample = self._sampler.sample_row(outputs.row(index))
         self.token_ids.append(sample.token_id)
         self.samples.append(sample)
         text, reason = self._next_text(sample.token_id)
@@ -153,8 +154,9 @@ class ScoringSequence(Sequence):
         """See Sequence."""
         return bool(self.pieces)
 
-    def accept(self, logits: NDArray[np.float32]) -> None:
-        """Keep `logits` [n, vocab] of the next n positions. Raises NonFiniteLogitsError."""
+    def accept(self, outputs: StepOutputs, index: int = 0) -> None:  # noqa: ARG002 - a prompt has one row of positions
+        """Keep the logits of all rows of a step, the next positions. Raises NonFiniteLogitsError."""
+        logits = outputs.logits()
         if not np.isfinite(logits).all():
             position = self._next_row + int(np.flatnonzero(~np.isfinite(logits).all(axis=1))[0])
             raise NonFiniteLogitsError(

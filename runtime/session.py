@@ -4,9 +4,10 @@ In: a checked bundle, token ids and a KVCache. Out: logits of the rows asked for
 It chooses no tokens, schedules nothing, and is not thread-safe. Legend: B rows, S new tokens a row, R logits rows.
 """
 
+import functools
 import logging
 import os
-import weakref
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
@@ -16,22 +17,11 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import (
-    INPUT_IDS,
-    LOGITS,
-    LOGITS_ROWS,
-    SEQLENS_K,
-    TOTAL_SEQUENCE_LENGTH,
-    DType,
-    Manifest,
-    TensorSpec,
-    decoder_signature,
-    past_key,
-    past_value,
-    present_key,
-    present_value,
-)
+from graphport.model_def.signature import DType, Manifest, TensorSpec, decoder_signature
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_buffer import CudaBuffer
+from graphport.runtime.cuda_setup import CudaSetup, GraphWish
+from graphport.runtime.decode_graphs import padded_batch
 from graphport.runtime.device import (
     ORT_ERRORS,
     Device,
@@ -40,22 +30,17 @@ from graphport.runtime.device import (
     default_threads,
     open_inference_session,
 )
+from graphport.runtime.device_memory import CudaMemory, DeviceMemory, HostMemory
+from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory import cache_specs, free_memory, require_memory
+from graphport.runtime.runners import CpuRunner, CudaRunner, Runner
+from graphport.runtime.step_outputs import StepOutputs
+from graphport.runtime.step_tensors import ELEMENT_TYPES, StepShape, StepTensors
 
-# Element type numbers of onnx.proto3 (TensorProto.DataType) and ONNX Runtime's names for them.
-_ELEMENT_TYPES: dict[DType, int] = {
-    "float32": 1,
-    "uint8": 2,
-    "int8": 3,
-    "int32": 6,
-    "int64": 7,
-    "float16": 10,
-    "bfloat16": 16,
-}
 _ORT_TYPES: dict[DType, str] = {
-    **{name: f"tensor({name})" for name in _ELEMENT_TYPES},
+    **{name: f"tensor({name})" for name in ELEMENT_TYPES},
     "float32": "tensor(float)",
 }
 
@@ -99,8 +84,18 @@ class Session:
     Attributes: `device`, where it runs; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
-    def __init__(self, bundle: BundleFiles, *, device: DeviceWish = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        bundle: BundleFiles,
+        *,
+        device: DeviceWish = "auto",
+        threads: int | None = None,
+        cuda_graphs: GraphWish = "auto",
+        stream: int | None = None,
+    ) -> None:
+        """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError."""
         self.threads = default_threads() if threads is None else _checked_threads(threads)
+        cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream)
         require_memory(
             bundle.weights_bytes,
             free_memory(),
@@ -109,99 +104,126 @@ class Session:
         )
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
-        self._session, self.device = _open(bundle, device, self.threads)
+        self._session, self.device = _open(bundle, device, self.threads, cuda)
         self.placement = _placement(self._session)
         check_placement(self.placement, self.device)
+        _check_wishes(cuda, self.device, self.placement)
         check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
         check_config(bundle.manifest)
-        self._cache_names = [
-            names
-            for layer in range(bundle.manifest.config.num_layers)
-            for names in ((past_key(layer), present_key(layer)), (past_value(layer), present_value(layer)))
-        ]
-        specs = {spec.name: spec for spec in cache_specs(bundle.manifest)}
-        self.cache_specs = tuple(specs[past] for past, _ in self._cache_names)
-        self._binding = self._session.io_binding()
-        self._bound_rows: tuple[int, int, int] | None = None
-        # Weak: the cache frees its old buffers while it grows. By reference, not by id(): ids are used again.
-        self._bound_cache: tuple[weakref.ref[KVCache], int, int, int] | None = None
-        self._total = np.zeros((), np.int32)
-        self._ids = np.zeros(0, np.int64)
-        self._seqlens = np.zeros(0, np.int32)
-        self._rows = np.zeros(0, np.int64)
-        self._logits = np.zeros((0, self.vocab_size), np.float32)
+        self.cache_specs = cache_specs(bundle.manifest)
+        self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
+        self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
+        self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
+        self._other_tensors: StepTensors | None = None
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs and replayed."""
+        return self._runner.captures
 
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""
-        return KVCache(self.cache_specs, max_slots=max_slots, max_length=max_length, device=self.device)
+        if isinstance(self._memory, CudaMemory):
+            new_buffer = functools.partial(CudaBuffer, self._memory.cuda)
+            return KVCache(
+                self.cache_specs, max_slots=max_slots, max_length=max_length, device="cuda", new_buffer=new_buffer
+            )
+        return KVCache(self.cache_specs, max_slots=max_slots, max_length=max_length)
 
     def step(
-        self, cache: KVCache, ids: NDArray[np.int64], rows: NDArray[np.int64] | None = None, *, first_slot: int = 0
+        self,
+        cache: KVCache,
+        ids: NDArray[np.int64] | SupportsDlpack,
+        rows: NDArray[np.int64] | None = None,
+        *,
+        first_slot: int = 0,
     ) -> NDArray[np.float32]:
-        """Append `ids` [B, S] to slots first_slot .. first_slot+B-1 and return logits [R, vocab].
+        """`run`, with the logits [R, vocab] on the host: a buffer that the next step overwrites."""
+        return self.run(cache, ids, rows, first_slot=first_slot).logits()
 
-        `rows` [R] are indices into the flattened [B * S] positions; None asks for the last position of each row. Rows
-        may differ in length when S is 1; several new tokens a row need B = 1 (GroupQueryAttention's rule). The result
-        is a buffer that the next step overwrites. The slots must be active. If a step fails, their lengths stay.
+    def run(
+        self,
+        cache: KVCache,
+        ids: NDArray[np.int64] | SupportsDlpack,
+        rows: NDArray[np.int64] | None = None,
+        *,
+        first_slot: int = 0,
+    ) -> StepOutputs:
+        """Append `ids` [B, S] to slots first_slot .. first_slot+B-1 and compute the logits of R rows.
+
+        `ids` are integers of any layout on the host, or contiguous int64 on the session's device, in anything that
+        speaks DLPack. `rows` [R] are indices into the flattened [B * S] positions; None asks for the last position of
+        each row. Rows may differ in length when S is 1; several new tokens a row need B = 1 (GroupQueryAttention's
+        rule). The outputs are complete, and the next step overwrites them. The slots must be active. If a step fails,
+        their lengths stay.
         """
-        batch, length = ids.shape
+        taken = take_ids(ids, self._memory)
+        batch, length = taken.shape
         if length > 1 and batch > 1:
             raise ValueError(f"a step of {length} tokens takes one row at a time, got {batch}")
         if not 0 <= first_slot <= first_slot + batch <= cache.num_active:
             raise ValueError(f"slots {first_slot} to {first_slot + batch - 1} are not active; {cache.num_active} are")
-        num_rows = batch if rows is None else len(rows)
-        after = cache.lengths[first_slot : first_slot + batch] + length
-        total = int(after.max())
-        cache.reserve(first_slot + batch, total)
-        self._bind(cache, first_slot, batch, length, num_rows)
-        self._ids[: batch * length] = ids.reshape(-1)
-        np.subtract(after, 1, out=self._seqlens[:batch])
-        self._total[()] = total
-        self._rows[:num_rows] = np.arange(length - 1, batch * length, length) if rows is None else rows
-        if self.device != "cpu":  # ONNX Runtime copies an input to the device when it is bound
-            self._bind_inputs(batch, length, num_rows)
-        self._session.run_with_iobinding(self._binding)
+        is_decode = length == 1 and rows is None
+        size = self._captured_batch(cache, first_slot, batch) if is_decode else None
+        outputs = self._run(cache, taken, rows, first_slot, is_decode=is_decode, captured=size)
         cache.advance(first_slot, batch, length)
-        return self._logits[:num_rows]
+        return outputs
 
-    def _bind(self, cache: KVCache, first_slot: int, batch: int, length: int, num_rows: int) -> None:
-        bound_rows = (batch, length, num_rows)
-        if self._bound_rows != bound_rows:
-            self._bound_rows = None
-            self._grow_buffers(batch * length, batch, num_rows)
-            self._bind_inputs(batch, length, num_rows)
-            shape = (num_rows, self.vocab_size)
-            self._binding.bind_output(LOGITS, "cpu", 0, _ELEMENT_TYPES["float32"], shape, self._logits.ctypes.data)
-            self._bound_rows = bound_rows
-        bound_cache = (weakref.ref(cache), cache.generation, first_slot, batch)
-        if self._bound_cache != bound_cache:
-            self._bound_cache = None
-            self._bind_cache(cache, first_slot, batch)
-            self._bound_cache = bound_cache
+    def _captured_batch(self, cache: KVCache, first_slot: int, batch: int) -> int | None:
+        """Rows of the captured graph that runs `batch` rows, or None: then the step runs as it is.
 
-    def _grow_buffers(self, num_ids: int, batch: int, num_rows: int) -> None:
-        if len(self._ids) < num_ids:
-            self._ids = np.zeros(num_ids, np.int64)
-        if len(self._seqlens) < batch:
-            self._seqlens = np.zeros(batch, np.int32)
-        if len(self._rows) < num_rows:
-            self._rows = np.zeros(num_rows, np.int64)
-            self._logits = np.zeros((num_rows, self.vocab_size), np.float32)
+        A graph exists for powers of two and for the cache's limit. The rows that fill it up write into slots that
+        nobody has claimed, so a slot in prefill among them rules it out; a slot claimed later starts empty anyway.
+        """
+        size = padded_batch(batch, cache.max_slots)
+        fits = first_slot == 0 and batch in (size, cache.num_active)
+        return size if self._runner.captures and fits else None
 
-    def _bind_inputs(self, batch: int, length: int, num_rows: int) -> None:
-        bind = self._binding.bind_input
-        bind(INPUT_IDS, "cpu", 0, _ELEMENT_TYPES["int64"], (batch, length), self._ids.ctypes.data)
-        bind(SEQLENS_K, "cpu", 0, _ELEMENT_TYPES["int32"], (batch,), self._seqlens.ctypes.data)
-        bind(TOTAL_SEQUENCE_LENGTH, "cpu", 0, _ELEMENT_TYPES["int32"], (), self._total.ctypes.data)
-        bind(LOGITS_ROWS, "cpu", 0, _ELEMENT_TYPES["int64"], (num_rows,), self._rows.ctypes.data)
+    def _run(
+        self,
+        cache: KVCache,
+        ids: NDArray[np.int64] | DeviceIds,
+        rows: NDArray[np.int64] | None,
+        first_slot: int,
+        *,
+        is_decode: bool,
+        captured: int | None,
+    ) -> StepOutputs:
+        batch, length = ids.shape
+        size = captured or batch
+        before = cache.lengths[first_slot : first_slot + batch]
+        longest = int(before.max()) + length
+        cache.reserve(first_slot + size, longest)
+        seqlens = np.zeros(size, np.int32)
+        seqlens[:batch] = before + (length - 1)
+        if rows is None:
+            rows = np.arange(length - 1, size * length, length)
+        shape = StepShape(batch=size, length=length, num_rows=len(rows))
+        tensors = self._tensors(shape, is_decode=is_decode, is_captured=captured is not None)
+        flat = ids if isinstance(ids, DeviceIds) else ids.reshape(-1)
+        tensors.write(flat, seqlens, rows, total=cache.capacity if captured else longest)
+        binding = tensors.bind(cache, first_slot, shape)
+        self._runner.run(binding, tensors.bound_to() if captured else None)
+        if is_decode and tensors.has_samples:
+            return tensors.outputs_fed_back(size, batch)
+        return tensors.outputs(batch if is_decode else len(rows))
 
-    def _bind_cache(self, cache: KVCache, first_slot: int, batch: int) -> None:
-        for (past, present), spec, buffer in zip(self._cache_names, cache.specs, cache.buffers, strict=True):
-            shape = (batch, *buffer.shape[1:])
-            place = (self.device, 0, _ELEMENT_TYPES[spec.dtype], shape, buffer.address(first_slot))
-            self._binding.bind_input(past, *place)
-            self._binding.bind_output(present, *place)
+    def _tensors(self, shape: StepShape, *, is_decode: bool, is_captured: bool) -> StepTensors:
+        """Those of a decode step are kept by batch, so that captured graphs find them where they were."""
+        if not is_decode:
+            if self._other_tensors is None or not self._other_tensors.room.covers(shape):
+                self._other_tensors = self._new_tensors(shape)
+            return self._other_tensors
+        room = shape.batch if is_captured else padded_batch(shape.batch, sys.maxsize)
+        known = self._decode_tensors.get((room, is_captured))
+        if known is None:
+            known = self._new_tensors(StepShape(batch=room, length=1, num_rows=room))
+            self._decode_tensors[room, is_captured] = known
+        return known
+
+    def _new_tensors(self, room: StepShape) -> StepTensors:
+        return StepTensors(self._session, self._memory, self.manifest, room)
 
 
 def _checked_threads(threads: int) -> int:
@@ -235,7 +257,8 @@ def check_signature(what: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]
 
 def check_config(manifest: Manifest) -> None:
     """Raise ValueError when the manifest's configuration is not that of its signature, and so of its graph."""
-    found, expected = manifest.signature, decoder_signature(manifest.config, manifest.cache_dtype)
+    found = manifest.signature
+    expected = decoder_signature(manifest.config, manifest.cache_dtype, samples=manifest.samples_on_device)
     pairs = zip_longest((*found.inputs, *found.outputs), (*expected.inputs, *expected.outputs))
     for spec, wanted in pairs:
         if spec != wanted:
@@ -262,7 +285,18 @@ def check_placement(placement: Mapping[tuple[str, str], int], device: Device) ->
         )
 
 
-def _open(bundle: BundleFiles, wish: DeviceWish, threads: int) -> tuple[Any, Device]:
+def _check_wishes(cuda: CudaSetup, device: Device, placement: Mapping[tuple[str, str], int]) -> None:
+    """Raise DeviceError when graphs, or a stream, were asked for and cannot be; say it when "auto" does without."""
+    if device == "cpu" and cuda.has_wishes:
+        raise DeviceError("cuda_graphs=True and stream need device cuda, and this session runs on the CPU")
+    if cuda.refusal is not None:
+        reason = cuda.explain_refusal(placement)
+        if cuda.is_required:
+            raise DeviceError(f"cuda_graphs=True was asked for. {reason}; use cuda_graphs=False")
+        _log.warning("%s; decode steps run without CUDA graphs", reason)
+
+
+def _open(bundle: BundleFiles, wish: DeviceWish, threads: int, cuda: CudaSetup) -> tuple[Any, Device]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -270,7 +304,7 @@ def _open(bundle: BundleFiles, wish: DeviceWish, threads: int) -> tuple[Any, Dev
     for key, value in _SESSION_ENTRIES:
         options.add_session_config_entry(key, value)
     try:
-        return open_inference_session(bundle.graph, options, wish=wish, target=bundle.manifest.target)
+        return open_inference_session(bundle.graph, options, wish=wish, target=bundle.manifest.target, cuda=cuda)
     except DeviceError:
         raise
     except ORT_ERRORS as error:

@@ -1,8 +1,8 @@
-"""CUDA libraries without a GPU: enough symbols for ONNX Runtime's CUDA provider to create sessions, never to run them.
+"""CUDA libraries without a GPU: enough symbols for ONNX Runtime's CUDA provider to create sessions and go through runs.
 
-In: the installed provider library and gcc. Out: a folder of shared libraries to put on LD_LIBRARY_PATH, and what the
-provider then says of a graph. Every function returns 0, memory is host memory, and the device claims compute
-capability 9.0.
+In: the installed provider library and gcc. Out: a folder of shared libraries to put on LD_LIBRARY_PATH, what the
+provider then says of a graph, and which CUDA functions and kernels it calls, in order. Nothing is computed: kernels do
+nothing, so every result is zero. The device claims compute capability 9.0.
 """
 
 import collections
@@ -18,26 +18,18 @@ from pathlib import Path
 import onnxruntime
 
 _PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+_SOURCE = Path(__file__).with_suffix(".c")
 _NO_SYMBOLS = ("libcurand.so.10",)  # needed by name, though no symbol of it is
 
-_BODIES = {
-    "cudaMalloc": "int cudaMalloc(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
-    "cudaMallocHost": "int cudaMallocHost(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
-    "cudaHostAlloc": "int cudaHostAlloc(void **p, unsigned long n, unsigned f) { *p = malloc(n ? n : 1); return 0; }",
-    "cudaFree": "int cudaFree(void *p) { free(p); return 0; }",
-    "cudaFreeHost": "int cudaFreeHost(void *p) { free(p); return 0; }",
-    "cudaMemcpy": "int cudaMemcpy(void *d, void *s, unsigned long n, int k) { memcpy(d, s, n); return 0; }",
-    "cudaMemcpyAsync": "int cudaMemcpyAsync(void *d, void *s, unsigned long n) { memcpy(d, s, n); return 0; }",
-    "cudaGetDeviceCount": "int cudaGetDeviceCount(int *n) { *n = 1; return 0; }",
-    "cudaGetDevice": "int cudaGetDevice(int *n) { *n = 0; return 0; }",
-    "cudaDeviceGetAttribute": "int cudaDeviceGetAttribute(int *v, int a) { *v = a == 75 ? 9 : a != 76; return 0; }",
-    "cudaGetDeviceProperties": "int cudaGetDeviceProperties(char *p) { memset(p, 0, 1024); return 0; }",
-    "cudaMemGetInfo": "int cudaMemGetInfo(unsigned long *a, unsigned long *b) { *a = *b = 80ul << 30; return 0; }",
-    "cudaDriverGetVersion": "int cudaDriverGetVersion(int *v) { *v = 13000; return 0; }",
-    "cudaRuntimeGetVersion": "int cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }",
-    "cudaGetErrorString": 'char *cudaGetErrorString(int e) { return "stub"; }',
-    "cudaGetErrorName": 'char *cudaGetErrorName(int e) { return "stub"; }',
-}
+# What `runtime/cuda_runtime.py` calls of the CUDA runtime besides the provider.
+_OURS = (
+    "cudaMallocHost",
+    "cudaGetLastError",
+    "cudaFreeHost",
+    "cudaMemcpy2DAsync",
+    "cudaStreamCreate",
+    "cudaStreamDestroy",
+)
 
 # One line of JSON [graph, provider options] in, one line out: the nodes of the session, or the error.
 _PLACE = """
@@ -60,6 +52,18 @@ for line in sys.stdin:
     except Exception as error:
         answer = {"error": str(error)}
     print(json.dumps(answer), flush=True)
+"""
+
+
+_PHASES = """
+import os, sys
+import onnxruntime
+
+def phase(name):
+    with open(os.environ["CUDA_STUB_LOG"], "a") as log:
+        log.write(f"phase {name}\\n")
+
+onnxruntime.preload_dlls = lambda **_: None  # real libraries, where there are any, would hide the stubs
 """
 
 
@@ -127,11 +131,38 @@ class Placer:
         self._process.communicate()
 
 
+def record(script: str, *arguments: str, stubs: Path, log: Path) -> dict[str, list[str]]:
+    """Run Python code in a process of its own; returns the CUDA calls by the phase they were made in, in order.
+
+    The code calls `phase(name)` where a phase begins, and prints nothing. Raises AssertionError when it fails.
+    """
+    log.write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", _PHASES + script, *arguments],
+        env={**os.environ, "LD_LIBRARY_PATH": str(stubs), "CUDA_STUB_LOG": str(log)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    phases: dict[str, list[str]] = {"": []}
+    for line in log.read_text().splitlines():
+        if line.startswith("phase "):
+            phases[line.removeprefix("phase ")] = []
+        else:
+            phases[list(phases)[-1]].append(line)
+    return phases
+
+
 def _compile(folder: Path, soname: str, names: list[str]) -> None:
+    """A library that exports `names`: as `cuda_stubs.c` has them, or returning 0."""
+    written = set(re.findall(r"^\w[\w *]*?\b(\w+)\(", _SOURCE.read_text(), re.MULTILINE))
     source, versions = folder / "stub.c", folder / "stub.map"
-    functions = [_BODIES.get(name, f"long {name}(void) {{ return 0; }}") for name in sorted(set(names))]
-    source.write_text("\n".join(["#include <stdlib.h>", "#include <string.h>", *functions, ""]))
-    versions.write_text(f"{soname} {{ global: *; }};\n")
+    others = [f"long {name}(void) {{ return 0; }}" for name in sorted(set(names) - written)]
+    source.write_text("\n".join([f'#include "{_SOURCE}"', *others, ""]))
+    exported = "".join(f"{name}; " for name in sorted(set(names)))
+    versions.write_text(f"{soname} {{ {'global: ' + exported if exported else ''}local: *; }};\n")
     link = [f"-Wl,-soname,{soname}", f"-Wl,--version-script={versions}"]
     command = ["gcc", "-w", "-shared", "-fPIC", "-fno-builtin", "-o", str(folder / soname), str(source), *link]
     subprocess.run(command, check=True, capture_output=True)

@@ -56,6 +56,7 @@ def test_every_node_of_smollm2_is_placed_on_cuda(
     placement = cuda.place(bundle.path / GRAPH_FILE, enable_cuda_graph="1")
     assert placement.cpu == {}
     assert placement.cuda["GroupQueryAttention"] == 30
+    assert placement.cuda["TopK"] == placement.cuda["ArgMax"] == 1  # the logits are reduced where they lie
 
 
 def test_capture_as_a_cuda_graph_is_accepted(graph: Graphs, cuda: cuda_stubs.Placer) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import onnxruntime
 import pytest
+from fake_cuda import fake_cudart
 from tiny_bundles import (
     TinyBundle,
     write_tiny_bundle,
@@ -66,8 +67,11 @@ class _BrokenCuda:
         self.real = onnxruntime.InferenceSession
         self.calls: list[list[str]] = []
 
-    def __call__(self, path: str, options: Any, *, providers: list[str], enable_fallback: int) -> Any:
+    def __call__(
+        self, path: str, options: Any, *, providers: list[str], provider_options: list[Any], enable_fallback: int
+    ) -> Any:
         assert enable_fallback == 0
+        assert len(provider_options) == len(providers)
         self.calls.append(providers)
         if "CUDAExecutionProvider" in providers and self.error is not None:
             raise self.error
@@ -89,6 +93,7 @@ def test_b91_b92_cuda_that_is_listed_but_broken_is_an_error_and_auto_falls_back(
     match: str,
 ) -> None:
     _hide_libraries(monkeypatch)
+    fake_cudart(monkeypatch)
     broken = _BrokenCuda(error)
     monkeypatch.setattr(onnxruntime, "InferenceSession", broken)
     folder = write_tiny_bundle(tmp_path, target="cuda").folder

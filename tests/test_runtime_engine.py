@@ -9,12 +9,14 @@ from parity import TOLERANCES
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, tiny_tokenizer, write_tiny_bundle
 
 from graphport.runtime.bundle_files import open_bundle
+from graphport.runtime.device_memory import HostMemory
 from graphport.runtime.engine import Engine
 from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.sampling import NonFiniteLogitsError
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence
 from graphport.runtime.session import Session
+from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.tokenizer import Tokenizer
 
 TOLERANCE = TOLERANCES["tiny bundle", "float32"]
@@ -242,7 +244,7 @@ def test_b101_a_failed_step_fails_its_rows_and_leaves_the_engine_usable(
         raise RuntimeError("kernel failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.session, "step", fail)
+        patch.setattr(engine.session, "run", fail)
         late = request(random_ids(7))
         engine.submit(late)
         engine.step()
@@ -279,9 +281,10 @@ def _fed(tokenizer: Tokenizer | None, ids: list[int], **options: Any) -> Sequenc
     text = {} if tokenizer is None else {"text_stream": tokenizer.stream(), "num_text_ids": tokenizer.vocab_size}
     sequence = request((1,), options.pop("new", 50), options.pop("params", GREEDY), **text, **options)
     for token_id in ids:
-        logits = np.zeros((1, VOCAB), np.float32)
-        logits[0, token_id] = 9
-        sequence.accept(logits)
+        memory = HostMemory()
+        logits = memory.tensor((1, VOCAB), "float32")
+        logits.host[0, token_id] = 9
+        sequence.accept(StepOutputs(memory, logits, {}, num_rows=1, vocab_size=VOCAB))
         if sequence.is_finished:
             break
     return sequence

@@ -1,20 +1,18 @@
 """The KV cache: growth, limits, slots, and that nothing of an earlier sequence is visible to the next."""
 
-import ctypes
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
+from fake_cuda import fake_cudart
 from parity import TOLERANCES
 from tiny_bundles import HEAD_DIM, KV_HEADS, LAYERS, VOCAB, TinyBundle, reference_logits, write_tiny_bundle
 
 from graphport.model_def.signature import TensorSpec
 from graphport.runtime import cache_buffer
 from graphport.runtime.bundle_files import open_bundle
-from graphport.runtime.cache_buffer import CudaBuffer, HostBuffer
+from graphport.runtime.cache_buffer import NUMPY_DTYPES, CudaBuffer, HostBuffer
+from graphport.runtime.cuda_runtime import CudaError, CudaRuntime
 from graphport.runtime.kv_cache import FIRST_CAPACITY, KVCache
 from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.session import Session
@@ -213,47 +211,21 @@ def test_the_cache_holds_the_heads_of_the_graph(session: Session) -> None:
     assert [buffer.shape for buffer in cache.buffers] == [(2, KV_HEADS, 64, HEAD_DIM)] * (2 * LAYERS)
 
 
-class _FakeCuda:
-    """The two calls of the CUDA runtime that CudaBuffer makes, on host memory."""
-
-    status = 0
-
-    def cudaMemcpy2D(self, *args: Any) -> int:  # noqa: N802 - the library's name
-        target, target_pitch, source, source_pitch, width, height, kind = (arg.value for arg in args)
-        assert kind == 3
-        for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
-        return self.status
-
-    def cudaDeviceSynchronize(self) -> int:  # noqa: N802 - the library's name
-        return 0
-
-
-class _FakeOrtValue:
-    @staticmethod
-    def ortvalue_from_shape_and_type(shape: Any, dtype: Any, device: str, _: int) -> Any:
-        assert device == "cuda"
-        array = np.zeros(shape, dtype)
-        return types.SimpleNamespace(array=array, data_ptr=lambda: array.ctypes.data)
-
-
-@pytest.fixture
-def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[_FakeCuda]:
-    fake = _FakeCuda()
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: fake)
-    monkeypatch.setattr(onnxruntime, "OrtValue", _FakeOrtValue)
-    return fake
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
-def test_device_rows_are_copied_by_pitch(fake_cuda: _FakeCuda, dtype: Any) -> None:
-    small, large = CudaBuffer((2, 3, 4, 5), dtype), CudaBuffer((3, 3, 8, 5), dtype)
-    small._value.array[:] = np.arange(120).reshape(2, 3, 4, 5)
+def test_device_rows_are_copied_by_pitch(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    fake = fake_cudart(monkeypatch)
+    cuda = CudaRuntime()
+    small, large = CudaBuffer(cuda, (2, 3, 4, 5), dtype), CudaBuffer(cuda, (3, 3, 8, 5), dtype)
+    kept, grown = (
+        fake.blocks[buffer.address(0)].view(NUMPY_DTYPES[dtype]).reshape(buffer.shape) for buffer in (small, large)
+    )
+    kept[:] = np.arange(120).reshape(2, 3, 4, 5)
+    untouched = grown.copy()
     large.copy_row(small, 1, 2, 3)
-    assert (large._value.array[2, :, :3] == small._value.array[1, :, :3]).all()
-    assert (large._value.array[2, :, 3:] == 0).all()
-    assert (large._value.array[:2] == 0).all()
-    assert large.address(2) == large._value.array[2:].ctypes.data
-    fake_cuda.status = 2
-    with pytest.raises(RuntimeError, match="CUDA error 2"):
+    assert (grown[2, :, :3] == kept[1, :, :3]).all()
+    assert grown[2, :, 3:].tobytes() == untouched[2, :, 3:].tobytes()
+    assert grown[:2].tobytes() == untouched[:2].tobytes()
+    assert large.address(2) == grown[2:].ctypes.data
+    fake.status = 1
+    with pytest.raises(CudaError, match="cudaMemcpy2DAsync failed with CUDA error 1: fake error 1"):
         large.copy_row(small, 0, 0, 1)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
 from parity import TOLERANCES
 from tiny_bundles import (
@@ -16,6 +17,7 @@ from tiny_sessions import all_logits, open_session
 
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.session import Session
+from graphport.runtime.step_tensors import StepTensors
 
 TOLERANCE = TOLERANCES["tiny bundle", "float32"]
 P8 = (1, 2, 3, 5, 8, 13, 21, 34)
@@ -76,7 +78,8 @@ def test_b09_b11_ragged_rows_decode_as_each_row_alone(
     run = session._session.run_with_iobinding
 
     def spy(binding: Any) -> None:
-        seen.append((session._seqlens[:8].tolist(), int(session._total)))
+        tensors = session._decode_tensors[8, False]
+        seen.append((tensors._seqlens.host.tolist(), int(tensors._total)))
         run(binding)
 
     monkeypatch.setattr(session._session, "run_with_iobinding", spy)
@@ -107,13 +110,13 @@ def test_b11_every_row_sees_its_own_tokens_in_a_buffer_longer_than_them(
 
 def test_a_new_cache_is_bound_even_where_a_dead_one_lay(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[int] = []
-    bind = session._bind_cache
+    bind = StepTensors._bind_cache
 
-    def spy(cache: KVCache, first_slot: int, batch: int) -> None:
+    def spy(tensors: StepTensors, cache: KVCache, first_slot: int, batch: int) -> None:
         bound.append(id(cache))
-        bind(cache, first_slot, batch)
+        bind(tensors, cache, first_slot, batch)
 
-    monkeypatch.setattr(session, "_bind_cache", spy)
+    monkeypatch.setattr(StepTensors, "_bind_cache", spy)
     for _ in range(20):
         all_logits(session, random_ids(4), 4)
     assert len(bound) == 20
@@ -171,7 +174,7 @@ def test_a_decode_step_binds_nothing_anew(session: Session, monkeypatch: pytest.
     session.step(cache, ids)
     bound: list[str] = []
     for kind in ("bind_input", "bind_output"):
-        monkeypatch.setattr(session._binding, kind, lambda name, *_: bound.append(name))
+        monkeypatch.setattr(onnxruntime.IOBinding, kind, lambda _, name, *__: bound.append(name))
     for _ in range(20):
         session.step(cache, ids)
     assert bound == []

@@ -58,14 +58,14 @@ def test_a_step_makes_one_piece_and_tokens_before_the_first_row_cost_no_logits(
 ) -> None:
     session = Session(open_bundle(bundle.folder), device="cpu", threads=1)
     engine = Engine(session, max_batch=1, max_length=128, prefill_chunk=50)
-    rows, step = [], session.step
+    rows, run = [], session.run
 
     def counted(*arguments: Any, **options: Any) -> Any:
-        logits = step(*arguments, **options)
-        rows.append(len(logits))
-        return logits
+        outputs = run(*arguments, **options)
+        rows.append(outputs.num_rows)
+        return outputs
 
-    monkeypatch.setattr(session, "step", counted)
+    monkeypatch.setattr(session, "run", counted)
     scoring = ScoringSequence(tuple(random_ids(100)), vocab_size=VOCAB, first_row=60)
     engine.submit(scoring)
     while not scoring.is_finished:
