@@ -43,7 +43,7 @@ class CacheBuffer(Protocol):
 class HostBuffer:
     """A CacheBuffer in host memory; pages are taken from the system when first written."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: DType) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], dtype: DType, device_id: int = 0) -> None:  # noqa: ARG002 - as CudaBuffer
         self.shape = shape
         self.array: NDArray[np.generic] = np.empty(shape, NUMPY_DTYPES[dtype])
         self._base = self.array.ctypes.data
@@ -60,11 +60,11 @@ class HostBuffer:
 
 
 class CudaBuffer:
-    """A CacheBuffer on CUDA device 0; copies go through the CUDA runtime and are finished on return."""
+    """A CacheBuffer on a CUDA device; copies go through the CUDA runtime and are finished on return."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: DType) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], dtype: DType, device_id: int = 0) -> None:
         self.shape = shape
-        self._value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, NUMPY_DTYPES[dtype], "cuda", 0)
+        self._value = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, NUMPY_DTYPES[dtype], "cuda", device_id)
         self._base = int(self._value.data_ptr())
         self._token_bytes = shape[3] * np.dtype(NUMPY_DTYPES[dtype]).itemsize
         self._head_bytes = shape[2] * self._token_bytes

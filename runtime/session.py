@@ -13,7 +13,6 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import (
@@ -32,17 +31,14 @@ from graphport.model_def.signature import (
     present_value,
 )
 from graphport.runtime.bundle_files import BundleFiles
-from graphport.runtime.device import (
-    ORT_ERRORS,
-    Device,
-    DeviceError,
-    DeviceWish,
-    default_threads,
-    open_inference_session,
-)
+from graphport.runtime.cuda_device import device_memory
+from graphport.runtime.cuda_options import OptionValue
+from graphport.runtime.device import Device, DeviceError, DeviceRequest, DeviceWish, default_threads
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_specs, free_memory, require_memory
+from graphport.runtime.memory import cache_specs, free_memory
+from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.opening import open_graph
 
 # Element type numbers of onnx.proto3 (TensorProto.DataType) and ONNX Runtime's names for them.
 _ELEMENT_TYPES: dict[DType, int] = {
@@ -77,18 +73,7 @@ SHAPE_OPS = (
     "Equal",
 )
 
-# Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
-# would otherwise be stored twice (an unfolded Reshape costs nothing).
-_LARGEST_FOLDED_CONSTANT = 32768  # bytes
-
-_SESSION_ENTRIES = (
-    ("session.record_ep_graph_assignment_info", "1"),
-    ("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLDED_CONSTANT)),
-)
-
 _THREADS_PER_PROCESSOR = 4  # at most
-
-_LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 
 _log = logging.getLogger(__name__)
 
@@ -96,20 +81,30 @@ _log = logging.getLogger(__name__)
 class Session:
     """An open decoder graph.
 
-    Attributes: `device`, where it runs; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
+    Attributes: `device` and `device_id`, where it runs; `provider_options`, those that CUDA took; `memory_plan`, for
+    runs within the limits given; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
-    def __init__(self, bundle: BundleFiles, *, device: DeviceWish = "auto", threads: int | None = None) -> None:
+    def __init__(
+        self,
+        bundle: BundleFiles,
+        *,
+        device: DeviceWish = "auto",
+        device_id: int = 0,
+        provider_options: Mapping[str, OptionValue] | None = None,
+        limits: RunLimits | None = None,
+        threads: int | None = None,
+    ) -> None:
+        """`limits` are what memory is planned for: by default one row of the bundle's longest text, in one piece."""
         self.threads = default_threads() if threads is None else _checked_threads(threads)
-        require_memory(
-            bundle.weights_bytes,
-            free_memory(),
-            what=f"loading {bundle.graph}",
-            advice="export with a smaller precision or use a larger machine",
-        )
+        longest = bundle.manifest.max_length
+        limits = limits or RunLimits(max_batch=1, max_length=longest, prefill_chunk=longest)
+        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options)
+        opened = open_graph(bundle, request, limits, threads=self.threads)
+        self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
+        self.provider_options, self.memory_plan = opened.provider_options, opened.plan
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
-        self._session, self.device = _open(bundle, device, self.threads)
         self.placement = _placement(self._session)
         check_placement(self.placement, self.device)
         check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
@@ -134,7 +129,14 @@ class Session:
 
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""
-        return KVCache(self.cache_specs, max_slots=max_slots, max_length=max_length, device=self.device)
+        return KVCache(
+            self.cache_specs,
+            max_slots=max_slots,
+            max_length=max_length,
+            device=self.device,
+            device_id=self.device_id,
+            free=free_memory if self.device == "cpu" else self._free_on_cuda,
+        )
 
     def step(
         self, cache: KVCache, ids: NDArray[np.int64], rows: NDArray[np.int64] | None = None, *, first_slot: int = 0
@@ -164,6 +166,9 @@ class Session:
         self._session.run_with_iobinding(self._binding)
         cache.advance(first_slot, batch, length)
         return self._logits[:num_rows]
+
+    def _free_on_cuda(self) -> int:
+        return device_memory(self.device_id).free
 
     def _bind(self, cache: KVCache, first_slot: int, batch: int, length: int, num_rows: int) -> None:
         bound_rows = (batch, length, num_rows)
@@ -199,7 +204,7 @@ class Session:
     def _bind_cache(self, cache: KVCache, first_slot: int, batch: int) -> None:
         for (past, present), spec, buffer in zip(self._cache_names, cache.specs, cache.buffers, strict=True):
             shape = (batch, *buffer.shape[1:])
-            place = (self.device, 0, _ELEMENT_TYPES[spec.dtype], shape, buffer.address(first_slot))
+            place = (self.device, self.device_id, _ELEMENT_TYPES[spec.dtype], shape, buffer.address(first_slot))
             self._binding.bind_input(past, *place)
             self._binding.bind_output(present, *place)
 
@@ -260,25 +265,6 @@ def check_placement(placement: Mapping[tuple[str, str], int], device: Device) ->
             f"device {device} was chosen, but {named} would run on the CPU; export the bundle with target {device}, "
             "or use device='cpu'"
         )
-
-
-def _open(bundle: BundleFiles, wish: DeviceWish, threads: int) -> tuple[Any, Device]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
-    for key, value in _SESSION_ENTRIES:
-        options.add_session_config_entry(key, value)
-    try:
-        return open_inference_session(bundle.graph, options, wish=wish, target=bundle.manifest.target)
-    except DeviceError:
-        raise
-    except ORT_ERRORS as error:
-        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in bundle.header.opsets.items())
-        raise ValueError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
-            f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
-        ) from error
 
 
 def _placement(session: Any) -> dict[tuple[str, str], int]:  # noqa: ANN401 - ORT is untyped

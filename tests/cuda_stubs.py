@@ -20,22 +20,73 @@ import onnxruntime
 _PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
 _NO_SYMBOLS = ("libcurand.so.10",)  # needed by name, though no symbol of it is
 
+# What a machine has, from the environment of the process that loads the stubs: STUB_DEVICES (number), STUB_DRIVER
+# (version, as 1000 * major + 10 * minor), STUB_MEMORY (bytes, of all devices), STUB_ERROR (what counting fails with).
+_PRELUDE = """
+#include <stdlib.h>
+#include <string.h>
+static unsigned long number(const char *name, unsigned long fallback) {
+  const char *text = getenv(name);
+  return text ? strtoul(text, 0, 10) : fallback;
+}
+static unsigned long held;
+static __thread int current;
+static int no_device(void) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (number("STUB_DRIVER", 13000) < 13000) return 35;
+  if (number("STUB_ERROR", 0)) return number("STUB_ERROR", 0);
+  return number("STUB_DEVICES", 1) == 0 || (visible && !*visible) ? 100 : 0;
+}
+"""
 _BODIES = {
-    "cudaMalloc": "int cudaMalloc(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
+    "cudaMalloc": """int cudaMalloc(void **p, unsigned long n) {
+  if (held + n > number("STUB_MEMORY", 80ul << 30)) return 2;
+  unsigned long *block = malloc(n + 256);
+  *block = n;
+  __sync_fetch_and_add(&held, n);
+  *p = (char *)block + 256;
+  return 0;
+}""",
+    "cudaFree": """int cudaFree(void *p) {
+  if (!p) return 0;
+  unsigned long *block = (unsigned long *)((char *)p - 256);
+  __sync_fetch_and_sub(&held, *block);
+  free(block);
+  return 0;
+}""",
     "cudaMallocHost": "int cudaMallocHost(void **p, unsigned long n) { *p = malloc(n ? n : 1); return 0; }",
     "cudaHostAlloc": "int cudaHostAlloc(void **p, unsigned long n, unsigned f) { *p = malloc(n ? n : 1); return 0; }",
-    "cudaFree": "int cudaFree(void *p) { free(p); return 0; }",
     "cudaFreeHost": "int cudaFreeHost(void *p) { free(p); return 0; }",
     "cudaMemcpy": "int cudaMemcpy(void *d, void *s, unsigned long n, int k) { memcpy(d, s, n); return 0; }",
     "cudaMemcpyAsync": "int cudaMemcpyAsync(void *d, void *s, unsigned long n) { memcpy(d, s, n); return 0; }",
-    "cudaGetDeviceCount": "int cudaGetDeviceCount(int *n) { *n = 1; return 0; }",
-    "cudaGetDevice": "int cudaGetDevice(int *n) { *n = 0; return 0; }",
+    "cudaMemcpy2D": """typedef unsigned long size;
+int cudaMemcpy2D(char *to, size to_pitch, char *from, size pitch, size width, size height) {
+  for (size i = 0; i < height; i++) memcpy(to + i * to_pitch, from + i * pitch, width);
+  return 0;
+}""",
+    "cudaGetDeviceCount": """int cudaGetDeviceCount(int *n) {
+  int status = no_device();
+  *n = status ? 0 : number("STUB_DEVICES", 1);
+  return status;
+}""",
+    "cudaGetDevice": "int cudaGetDevice(int *n) { *n = current; return 0; }",
+    "cudaSetDevice": """int cudaSetDevice(int n) {
+  if (n < 0 || n >= number("STUB_DEVICES", 1)) return 101;
+  current = n;
+  return 0;
+}""",
     "cudaDeviceGetAttribute": "int cudaDeviceGetAttribute(int *v, int a) { *v = a == 75 ? 9 : a != 76; return 0; }",
     "cudaGetDeviceProperties": "int cudaGetDeviceProperties(char *p) { memset(p, 0, 1024); return 0; }",
-    "cudaMemGetInfo": "int cudaMemGetInfo(unsigned long *a, unsigned long *b) { *a = *b = 80ul << 30; return 0; }",
-    "cudaDriverGetVersion": "int cudaDriverGetVersion(int *v) { *v = 13000; return 0; }",
+    "cudaMemGetInfo": """int cudaMemGetInfo(unsigned long *a, unsigned long *b) {
+  *b = number("STUB_MEMORY", 80ul << 30);
+  *a = *b - held;
+  return 0;
+}""",
+    "cudaDriverGetVersion": 'int cudaDriverGetVersion(int *v) { *v = number("STUB_DRIVER", 13000); return 0; }',
     "cudaRuntimeGetVersion": "int cudaRuntimeGetVersion(int *v) { *v = 13000; return 0; }",
-    "cudaGetErrorString": 'char *cudaGetErrorString(int e) { return "stub"; }',
+    "cudaGetErrorString": """const char *cudaGetErrorString(int e) {
+  return e == 2 ? "out of memory" : e == 100 ? "no CUDA-capable device is detected" : "stub";
+}""",
     "cudaGetErrorName": 'char *cudaGetErrorName(int e) { return "stub"; }',
 }
 
@@ -62,6 +113,12 @@ for line in sys.stdin:
     print(json.dumps(answer), flush=True)
 """
 
+# Real libraries in NVIDIA's wheels, where there are any, would be loaded before the stubs.
+_STUBS_ALONE = """
+import onnxruntime
+onnxruntime.preload_dlls = lambda **_: None
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -86,6 +143,7 @@ def build(folder: Path) -> Path:
     for name, version in re.findall(r" UND (\w+)@(lib[\w.]+)", listed.stdout):
         libraries[version].append(name)
     libraries["libcuda.so.1"] = re.findall(r" UND (cu[A-Z]\w*)$", listed.stdout, re.MULTILINE)
+    libraries["libcudart.so.13"] += _BODIES  # some are called by graphport alone
     for soname in (*libraries, *_NO_SYMBOLS):
         _compile(folder, soname, libraries.get(soname, []))
     return folder
@@ -127,10 +185,26 @@ class Placer:
         self._process.communicate()
 
 
+def run_python(stubs: Path, code: str, *arguments: str, **machine: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process that finds the stubs first, and check nothing.
+
+    `machine` are environment variables: CUDA_VISIBLE_DEVICES, and those that the stubs read.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(
+        [sys.executable, "-c", _STUBS_ALONE + code, *arguments],
+        env={**environment, "LD_LIBRARY_PATH": str(stubs), **machine},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
 def _compile(folder: Path, soname: str, names: list[str]) -> None:
     source, versions = folder / "stub.c", folder / "stub.map"
     functions = [_BODIES.get(name, f"long {name}(void) {{ return 0; }}") for name in sorted(set(names))]
-    source.write_text("\n".join(["#include <stdlib.h>", "#include <string.h>", *functions, ""]))
+    source.write_text("\n".join([_PRELUDE, *functions, ""]))
     versions.write_text(f"{soname} {{ global: *; }};\n")
     link = [f"-Wl,-soname,{soname}", f"-Wl,--version-script={versions}"]
     command = ["gcc", "-w", "-shared", "-fPIC", "-fno-builtin", "-o", str(folder / soname), str(source), *link]
