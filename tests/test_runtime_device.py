@@ -1,9 +1,12 @@
 """A device that cannot be used says why, in one line with what to do; one that can says nothing."""
 
 import importlib
+import re
 import shutil
+import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from tiny_bundles import write_tiny_bundle
 from graphport.runtime import cuda_libraries
 from graphport.runtime.cuda_libraries import CUDA_LIBRARIES, installed_wheels, library_problem
 from graphport.runtime.device import DeviceError, DeviceRequest, choose_device, cuda_problem, open_inference_session
+
+CHECKOUT = Path(__file__).resolve().parent.parent
 
 _PROBLEM = """
 import sys
@@ -243,3 +248,29 @@ def test_auto_follows_the_target_and_says_why_not_cuda(monkeypatch: pytest.Monke
     monkeypatch.setattr("graphport.runtime.device.cuda_problem", lambda _: None)
     assert choose_device(auto, target="cuda") == ("cuda", "")
     assert choose_device(auto, target="cpu") == ("cpu", "the bundle was compiled for cpu")
+
+
+def test_the_extra_that_messages_name_brings_what_cuda_needs() -> None:
+    wheels = {
+        "libcudart.so.13": "nvidia-cuda-runtime",
+        "libcublas.so.13": "nvidia-cublas",
+        "libcublasLt.so.13": "nvidia-cublas",
+        "libcurand.so.10": "nvidia-curand",
+        "libcudnn.so.9": "nvidia-cudnn-cu13",
+    }
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+    brought = {re.split("[>;]", requirement)[0] for requirement in project["optional-dependencies"]["cuda"]}
+    assert set(CUDA_LIBRARIES) < set(wheels)
+    assert set(wheels.values()) < brought
+
+
+def test_b92_an_onnxruntime_that_is_left_in_part_is_told_from_a_bug(tmp_path: Path) -> None:
+    """What remains when one of two wheels in one folder is uninstalled."""
+    (tmp_path / "onnxruntime").mkdir()
+    (tmp_path / "onnxruntime/__init__.py").write_text("")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import graphport.runtime; graphport.runtime.load"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stderr.splitlines()[-1] == (
+        "RuntimeError: onnxruntime is not installed, or in part (No module named 'onnxruntime.capi'); do: pip "
+        "uninstall onnxruntime onnxruntime-gpu, then pip install onnxruntime-gpu"
+    )
