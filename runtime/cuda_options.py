@@ -31,7 +31,7 @@ CALLER_OPTIONS: dict[str, type[bool] | type[int] | tuple[str, ...]] = {
 
 # Options that graphport sets, or leaves alone, for a reason of its own: what a caller does instead.
 OWN_OPTIONS: dict[str, str] = {
-    "arena_extend_strategy": "graphport has it take what is asked for and no more (kSameAsRequested)",
+    "arena_extend_strategy": "the arena holds workspace alone, and doubles (kNextPowerOfTwo)",
     "device_id": "give load(device_id=...)",
     "do_copy_in_default_stream": "graphport orders its copies with the steps",
     "enable_cuda_graph": "give load(cuda_graphs=...)",

@@ -4,7 +4,8 @@ In: sizes of a model and limits of a run. Out: a `MemoryPlan`. It asks no device
 once, S tokens of a step, T longest row, N query heads, D head size, E bytes of an element.
 
 Weights are exact on CUDA, where they lie outside the arena; the workspace is an upper bound of what one step needs,
-made from the kernels' own buffers (ONNX Runtime 1.31, `contrib_ops/*/bert/group_query_attention*`, `matmul_nbits.cc`).
+made from the kernels' own buffers (ONNX Runtime 1.31, `contrib_ops/*/bert/group_query_attention*`, `matmul_nbits.cc`),
+on CUDA rounded up to a power of two as the arena's blocks are.
 """
 
 import dataclasses
@@ -21,8 +22,9 @@ SCORING_BYTES = 64 * MIB
 
 # On CUDA beside the arena: handles and workspaces of cuBLAS and cuDNN, kernels loaded when first called.
 _LIBRARY_BYTES = 256 * MIB
-# What the arena may take beyond the plan: it keeps blocks of earlier steps that are too small for the next.
-_ARENA_SLACK = 256 * MIB
+# What the arena on CUDA may take, to the workspace planned: its blocks double, and smaller ones are kept.
+_ARENA_SHARE = 4
+_LEAST_ARENA = 32 * MIB
 
 _DEQUANTISED_AT_ONCE = 256 * MIB  # MatMulNBits on CUDA widens a matrix in pieces of at most this
 _HALF_AND_FLOAT = 6  # bytes: on the CPU a float16 activation exists as float32 too
@@ -81,8 +83,8 @@ class MemoryPlan:
 
     @property
     def arena_limit(self) -> int:
-        """Bytes that ONNX Runtime's arena on CUDA may take: the workspace twice over, and some slack."""
-        return 2 * self.workspace + _ARENA_SLACK
+        """Bytes that ONNX Runtime's arena on CUDA may take."""
+        return _ARENA_SHARE * self.workspace
 
     def parts(self) -> str:
         """The parts in words, those of no bytes left out."""
@@ -136,7 +138,8 @@ def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
     attention = max(_attention_bytes(sizes, block.attention, limits) for block in config.blocks)
     rows = max(limits.max_batch, min(tokens, SCORING_BYTES // (ELEMENT_BYTES["float32"] * config.vocab_size)))
     logits = rows * config.vocab_size * (ELEMENT_BYTES["float32"] + element)
-    return tokens * layer * element + attention + logits + _dequantised_bytes(sizes)
+    needed = tokens * layer * element + attention + logits + _dequantised_bytes(sizes)
+    return needed if sizes.device == "cpu" else max(_LEAST_ARENA, 1 << (needed - 1).bit_length())
 
 
 def _activation_bytes(sizes: ModelSizes) -> int:

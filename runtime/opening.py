@@ -111,7 +111,9 @@ def _open_on_cuda(
     if limit is not None:
         raise DeviceError(f"{bundle.folder} cannot run on CUDA: {limit}; export it with --target cuda")
     plan = _checked_plan(bundle, "cuda", limits, _free_on_cuda(device_id), name=f"CUDA device {device_id}")
-    own = {"gpu_mem_limit": str(plan.arena_limit), "arena_extend_strategy": "kSameAsRequested"}
+    # Blocks that double are used again. Blocks of the very size asked for are not, when prompts grow: 900 MiB where
+    # 130 do, measured on 512 prompts of 1 to 512 tokens (SmolLM2-135M).
+    own = {"gpu_mem_limit": str(plan.arena_limit), "arena_extend_strategy": "kNextPowerOfTwo"}
     if device_id:  # its default is 0, and ONNX Runtime 1.31 warns of any that is given
         own["device_id"] = str(device_id)
     session = _open(bundle, "cuda", {**options, **own}, threads=threads)

@@ -68,7 +68,7 @@ def test_b53_a_session_on_cuda_states_its_options_and_that_tf32_is_off(stubs: Pa
     assert (facts["device"], facts["device_id"]) == ("cuda", 0)
     options = facts["options"]
     assert options["use_tf32"] == "0"
-    assert options["arena_extend_strategy"] == "kSameAsRequested"
+    assert options["arena_extend_strategy"] == "kNextPowerOfTwo"
     assert options["gpu_mem_limit"] == str(facts["arena_limit"])
     assert "CUDA device 0: TF32 off, memory planned: weights 0.1, workspace" in logged[-1]
     assert facts["weights"] / 2 < facts["taken"] < facts["weights"] + MIB  # beside it only the arena's first blocks
