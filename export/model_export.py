@@ -110,7 +110,7 @@ def export(
             checks += certify_bundle(folder, plan, ids, reference)
             require_passed(checks)
         elif verify:
-            notes += (f"the fused graph was checked on the CPU in fp32; {precision} runs on {target} alone",)
+            notes += (f"the fused graph was checked on the CPU in fp32, not in {precision} on {target}",)
         progress("writing the bundle")
         advice = kernel_advice(exported, plan)
         account = fusion_account(reports, num_nodes=len(exported.graph), advice=advice)

@@ -28,4 +28,12 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "onnxruntime":
+            raise
+        raise RuntimeError(
+            f"onnxruntime is not installed, or in part ({error}); do: pip uninstall onnxruntime onnxruntime-gpu, then "
+            "pip install onnxruntime-gpu"
+        ) from error

@@ -39,7 +39,7 @@ class CacheBuffer(Protocol):
 class HostBuffer:
     """A CacheBuffer in host memory; pages are taken from the system when first written."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: DType) -> None:
+    def __init__(self, shape: tuple[int, int, int, int], dtype: DType, device_id: int = 0) -> None:  # noqa: ARG002 - as CudaBuffer
         self.shape = shape
         self.array: NDArray[np.generic] = np.empty(shape, NUMPY_DTYPES[dtype])
         self._base = self.array.ctypes.data

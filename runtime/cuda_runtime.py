@@ -7,17 +7,13 @@ NotEnoughMemoryError with the runtime's own words. It knows no tensors (see `dev
 import ctypes
 import weakref
 
+from graphport.runtime.cuda_device import CudaError
+from graphport.runtime.cuda_libraries import CUDA_RUNTIME_LIBRARY
 from graphport.runtime.memory import NotEnoughMemoryError
-
-_LIBRARY = "libcudart.so.13"  # the one that the provider of ONNX Runtime 1.31 has loaded
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 _HOST_TO_DEVICE, _DEVICE_TO_HOST, _DEVICE_TO_DEVICE = 1, 2, 3
-
-
-class CudaError(RuntimeError):
-    """A call of the CUDA runtime failed; the message names the call and the reason."""
 
 
 class CudaRuntime:
@@ -25,7 +21,7 @@ class CudaRuntime:
 
     def __init__(self, *, device_id: int = 0, stream: int | None = None) -> None:
         """Take the caller's `stream`, or make one that waits for the legacy default stream, and that stream for it."""
-        self._library = ctypes.CDLL(_LIBRARY)
+        self._library = ctypes.CDLL(CUDA_RUNTIME_LIBRARY)  # the one that ONNX Runtime's provider has loaded
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self.device_id = device_id
         self._call("cudaSetDevice", ctypes.c_int(device_id))

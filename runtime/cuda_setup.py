@@ -23,10 +23,11 @@ class CudaSetup:
     Attributes: `captures`, whether decode steps are captured; `refusal`, ONNX Runtime's words if it refused to.
     """
 
-    def __init__(self, *, cuda_graphs: GraphWish, stream: int | None) -> None:
+    def __init__(self, *, cuda_graphs: GraphWish, stream: int | None, device_id: int = 0) -> None:
         self.captures = _checked_wish(cuda_graphs) is not False
         self.is_required = cuda_graphs is True
         self.stream = _checked_stream(stream)
+        self.device_id = device_id
         self.refusal: str | None = None
         self._runtime: CudaRuntime | None = None
 
@@ -39,7 +40,7 @@ class CudaSetup:
     def runtime(self) -> CudaRuntime:
         """The CUDA runtime with the session's stream; made when first asked for, after its library can be found."""
         if self._runtime is None:
-            self._runtime = CudaRuntime(stream=self.stream)
+            self._runtime = CudaRuntime(device_id=self.device_id, stream=self.stream)
         return self._runtime
 
     def provider_options(self) -> dict[str, str]:
@@ -49,7 +50,7 @@ class CudaSetup:
             "enable_cuda_graph": str(int(self.captures)),
         }
 
-    def refuse(self, error: Exception) -> bool:
+    def refuse(self, error: BaseException) -> bool:
         """Whether `error` is ONNX Runtime's refusal to capture; then capture is off from here on."""
         if not self.captures or "graph capture" not in str(error):
             return False

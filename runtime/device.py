@@ -1,14 +1,13 @@
 """Choose an execution provider, open an ONNX Runtime session on it, and check that it is what was asked for.
 
-In: a graph path, session options and a wish (auto, cpu, cuda). Out: a session and the device it really runs on.
-It does not look at the graph's inputs or place nodes (see `session.py`).
+In: a graph path, session options and a wish (auto, cpu, cuda). Out: a device that can be used, a session that really
+runs on it. It does not look at the graph or plan memory (see `opening.py`), nor place nodes (see `session.py`).
 """
 
-import contextlib
-import ctypes
-import io
-import logging
+import numbers
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,18 +15,16 @@ import onnxruntime
 import psutil  # type: ignore[import-untyped]  # it ships no types
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from graphport.runtime.cuda_setup import CudaSetup
+from graphport.runtime.cuda_device import CudaError, driver_version, num_devices
+from graphport.runtime.cuda_libraries import CUDA_MAJOR, installed_wheels, library_problem, wheel_problem
+from graphport.runtime.cuda_options import OptionValue
 
 DeviceWish = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]
 
-# What libonnxruntime_providers_cuda.so of ONNX Runtime 1.31 links to (CUDA 13).
-CUDA_LIBRARIES = ("libcuda.so.1", "libcudart.so.13", "libcublas.so.13", "libcublasLt.so.13", "libcurand.so.10")
+_DRIVER = 580  # the first series of drivers for CUDA 13 on Linux
 
-_PROVIDERS: dict[Device, tuple[str, ...]] = {
-    "cpu": ("CPUExecutionProvider",),
-    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
-}
+_CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 # ONNX Runtime's errors derive from Exception directly and share no base class of their own.
 ORT_ERRORS: tuple[type[Exception], ...] = (
@@ -43,60 +40,110 @@ ORT_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
 )
 
-_log = logging.getLogger(__name__)
-
 
 class DeviceError(RuntimeError):
     """The device asked for cannot be used; the message says why and what to install."""
 
 
-def open_inference_session(
-    graph: Path, options: onnxruntime.SessionOptions, *, wish: DeviceWish, target: str, cuda: CudaSetup
-) -> tuple[Any, Device]:
-    """Open `graph` on the device of `wish` and verify that ONNX Runtime really took it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRequest:
+    """Where a caller wants to run. `device_id` and `provider_options` are for CUDA alone."""
 
-    `auto` follows the bundle's `target`: CUDA for a bundle compiled for it if CUDA can start, else the CPU; one log
-    line says what it took and why. On CUDA it runs on the stream of `cuda` and captures graphs if that says so and ONNX
-    Runtime agrees. Raises DeviceError when `cuda` was asked for and cannot start.
+    wish: DeviceWish = "auto"
+    device_id: int = 0
+    provider_options: Mapping[str, OptionValue] | None = None
+
+    def __post_init__(self) -> None:
+        if self.wish not in get_args(DeviceWish):
+            raise ValueError(f"device must be one of {', '.join(get_args(DeviceWish))}; got {self.wish!r}")
+        if isinstance(self.device_id, bool) or not isinstance(self.device_id, numbers.Integral):
+            kind = type(self.device_id).__name__
+            raise TypeError(f"device_id must be a whole number from 0, got {self.device_id!r} ({kind})")
+        if self.device_id < 0:
+            raise ValueError(f"device_id must be a whole number from 0, got {self.device_id}")
+
+    def require_plain(self, reason: str) -> None:
+        """Raise ValueError when something was asked for that the CPU, taken because of `reason`, would ignore."""
+        asked = [name for name in ("device_id", "provider_options") if getattr(self, name)]
+        if asked:
+            why = f"device auto took the CPU ({reason})" if self.wish == "auto" else "device is 'cpu'"
+            raise ValueError(f"{' and '.join(asked)} cannot be heeded: {why}; leave out, or use device='cuda'")
+
+
+def choose_device(request: DeviceRequest, *, target: str) -> tuple[Device, str]:
+    """The device to open, and in words why not another.
+
+    `auto` follows the bundle's `target`: CUDA for a bundle compiled for it if CUDA can start, else the CPU. Raises
+    DeviceError when `cuda` was asked for and cannot start.
     """
-    if wish not in get_args(DeviceWish):
-        raise ValueError(f"device must be one of {', '.join(get_args(DeviceWish))}; got {wish!r}")
-    if wish == "auto":
-        problem = cuda_problem() if target == "cuda" else f"the bundle was compiled for {target}"
-        if problem is None:
-            try:
-                session = _open(graph, options, "cuda", cuda)
-            except DeviceError as error:
-                problem = str(error)
-            else:
-                _log.info("device auto: cuda")
-                return session, "cuda"
-        _log.log(logging.WARNING if target == "cuda" else logging.INFO, "device auto: cpu (%s)", problem)
-        return _open(graph, options, "cpu", cuda), "cpu"
-    if wish == "cuda":
-        problem = cuda_problem()
-        if problem is not None:
-            raise DeviceError(f"device cuda cannot be used: {problem}; use device='cpu' to run without it")
-    return _open(graph, options, wish, cuda), wish
+    if request.wish == "cpu":
+        return "cpu", ""
+    if request.wish == "auto" and target != "cuda":
+        return "cpu", f"the bundle was compiled for {target}"
+    problem = cuda_problem(request.device_id)
+    if problem is None:
+        return "cuda", ""
+    if request.wish == "cuda":
+        raise DeviceError(f"device cuda cannot be used: {problem}; use device='cpu' to run without it")
+    return "cpu", problem
 
 
-def cuda_problem() -> str | None:
-    """Why CUDA cannot start here, in words that say what to install; None when nothing is known to be missing."""
-    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
-        return (
-            f"the installed onnxruntime {onnxruntime.__version__} was built without CUDA; uninstall onnxruntime and "
-            "install onnxruntime-gpu (both share one folder: keep only one)"
+def cuda_problem(device_id: int = 0) -> str | None:
+    """Why CUDA device `device_id` cannot be used here, in words that say what to do; None when nothing is known."""
+    return wheel_problem() or library_problem() or _driver_problem() or _device_problem(device_id)
+
+
+def open_inference_session(
+    graph: Path, options: onnxruntime.SessionOptions, device: Device, provider_options: Mapping[str, str]
+) -> Any:  # noqa: ANN401 - ORT is untyped
+    """Open `graph` on `device`. Raises DeviceError unless ONNX Runtime really took the device, else its own errors."""
+    providers: list[Any] = [_CPU] if device == "cpu" else [(_CUDA, dict(provider_options)), _CPU]
+    try:
+        session = onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
+    except ORT_ERRORS as error:
+        if device == "cuda" and "cuda" in str(error).replace(str(graph), "").lower():
+            words = " ".join(str(error).split())
+            raise DeviceError(f"device cuda is listed but does not start{_wheels_note()}: {words}") from error
+        raise
+    found = session.get_providers()
+    if device == "cuda" and found[0] != _CUDA:
+        raise DeviceError(
+            f"device cuda is listed but did not start{_wheels_note()}; ONNX Runtime took {', '.join(found)}. Reinstall "
+            "onnxruntime-gpu, or use device='cpu'"
         )
-    # Libraries of nvidia wheels are found only after this; it prints what it misses, and we say it better.
-    with contextlib.redirect_stdout(io.StringIO()):
-        onnxruntime.preload_dlls(cuda=True, cudnn=True)
-    missing = [name for name in CUDA_LIBRARIES if not _can_load(name)]
-    if not missing:
+    return session
+
+
+def _driver_problem() -> str | None:
+    version = driver_version()
+    if version >= 1000 * CUDA_MAJOR:
         return None
-    advice = "install CUDA 13, or run pip install 'onnxruntime-gpu[cuda]' nvidia-cublas"
-    if "libcuda.so.1" in missing:
-        advice = f"without libcuda.so.1 there is no NVIDIA driver here, or this container hides it; then {advice}"
-    return f"{', '.join(missing)} cannot be loaded; {advice}"
+    return (
+        f"the NVIDIA driver is too old: it serves CUDA {version // 1000}.{version % 1000 // 10}, onnxruntime-gpu "
+        f"{onnxruntime.__version__} needs {CUDA_MAJOR}.0; update the driver to version {_DRIVER} or newer"
+    )
+
+
+def _device_problem(device_id: int) -> str | None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    setting = "CUDA_VISIBLE_DEVICES is not set" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible!r}"
+    try:
+        count = num_devices()
+    except CudaError as error:
+        return f"the driver counts no devices: {error} ({setting})"
+    if count == 0:
+        return f"no CUDA device is visible: {setting}" + ("" if visible is None else ", unset it or name a device: 0")
+    if device_id >= count:
+        number = "is 1 device, number 0" if count == 1 else f"are {count} devices, numbers 0 to {count - 1}"
+        return f"device_id is {device_id}, but there {number} ({setting})"
+    return None
+
+
+def _wheels_note() -> str:
+    wheels = installed_wheels()
+    return f" ({' and '.join(wheels)} are installed over each other: uninstall all, then install onnxruntime-gpu)" * (
+        len(wheels) > 1
+    )
 
 
 def default_threads() -> int:
@@ -112,32 +159,3 @@ def _cgroup_cpus() -> int | None:
     except (OSError, ValueError):  # no cgroup v2 here: no quota to respect
         return None
     return None if quota == "max" else max(1, int(quota) // int(period))
-
-
-def _open(graph: Path, options: onnxruntime.SessionOptions, device: Device, cuda: CudaSetup) -> Any:  # noqa: ANN401 - ORT is untyped
-    wanted = list(_PROVIDERS[device])
-    try:
-        provider_options = [cuda.provider_options() if device == "cuda" else {}, *({} for _ in wanted[1:])]
-        session = onnxruntime.InferenceSession(
-            str(graph), options, providers=wanted, provider_options=provider_options, enable_fallback=0
-        )
-    except ORT_ERRORS as error:
-        if device == "cuda" and cuda.refuse(error):
-            return _open(graph, options, device, cuda)
-        if device == "cuda" and "cuda" in str(error).lower():
-            raise DeviceError(f"device cuda is listed by ONNX Runtime but does not start: {error}") from error
-        raise
-    if session.get_providers()[0] != wanted[0]:
-        raise DeviceError(
-            f"device {device} is listed by ONNX Runtime but did not start; it fell back to "
-            f"{', '.join(session.get_providers())}. Check the NVIDIA driver and CUDA 13 libraries, or use device='cpu'"
-        )
-    return session
-
-
-def _can_load(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True

@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
+from graphport.runtime.memory_plan import SCORING_BYTES
 from graphport.runtime.scheduler import Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
-
-# Logits of all positions are taken in pieces of at most this many bytes.
-_SCORING_BYTES = 1 << 26
 
 
 class Engine:
@@ -35,7 +33,7 @@ class Engine:
         self.cancellations: deque[Sequence] = deque()
         self.num_steps = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
-        self._scoring_chunk = max(1, _SCORING_BYTES // (4 * session.vocab_size))
+        self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
 
     def submit(self, sequence: Sequence) -> None:

@@ -117,18 +117,23 @@ class KVCache:
             raise ValueError(f"slot {slot} is not active; {self.num_active} slots are")
 
     def _require_room(self, slots: int, capacity: int) -> None:
-        """The peak is the new size and one old buffer: rows are moved one buffer after the other."""
-        if self._device != "cpu":  # device memory is accounted by its own allocator, which refuses by itself
-            return
-        written = self._bytes_per_token * int(self.lengths[: self.num_active].sum())  # other pages are not taken yet
-        one_old = self.bytes_for(self.num_slots, self.capacity) // len(self.specs)
+        """Refuse what does not fit at the peak of `_resize`.
+
+        In host memory that is the new size and one old buffer: pages are taken when written, rows are moved one buffer
+        after the other. A device takes all of the new size at once, beside the old.
+        """
+        written = extra = 0
+        if self._device == "cpu":
+            written = self._bytes_per_token * int(self.lengths[: self.num_active].sum())
+            extra = self.bytes_for(self.num_slots, self.capacity) // len(self.specs)
         free = self._free()
-        fits = max(0, free + written - one_old) // (self._bytes_per_token * slots)
+        room = max(0, free + written - extra) // self._bytes_per_token
         require_memory(
-            self.bytes_for(slots, capacity) - written + one_old,
+            self.bytes_for(slots, capacity) - written + extra,
             free,
             what=f"a KV cache of {slots} rows of {capacity} tokens",
-            advice=f"{fits} tokens a row would fit with {slots} rows; lower max_length or max_batch",
+            advice=f"{room // slots} tokens a row would fit with {slots} rows, {room // capacity} rows with {capacity} "
+            "tokens; lower max_length or max_batch",
         )
 
     def _resize(self, slots: int, capacity: int) -> None:

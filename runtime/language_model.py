@@ -18,11 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
 from graphport.runtime.generation_output import GenerationOutput, generation_output
 from graphport.runtime.limits import checked_count
+from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
@@ -42,6 +44,8 @@ def load(
     bundle: str | os.PathLike[str],
     *,
     device: DeviceWish = "auto",
+    device_id: int = 0,
+    provider_options: abc.Mapping[str, OptionValue] | None = None,
     max_batch: int = 8,
     max_length: int | None = None,
     threads: int | None = None,
@@ -51,6 +55,7 @@ def load(
 ) -> "LanguageModel":
     """Open a bundle.
 
+    device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
@@ -61,6 +66,8 @@ def load(
     return LanguageModel(
         open_bundle(bundle),
         device=device,
+        device_id=device_id,
+        provider_options=provider_options,
         max_batch=max_batch,
         max_length=max_length,
         threads=threads,
@@ -76,7 +83,8 @@ class LanguageModel:
     Whoever waits for a result runs the engine's next step, or waits for the step that another thread runs, so a stream
     that nobody reads holds up no one.
 
-    Attributes: `device`, `threads`, `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
+    Attributes: `device`, `device_id`, `provider_options` (those that CUDA took), `memory_plan`, `threads`,
+    `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
     """
 
     def __init__(
@@ -84,6 +92,8 @@ class LanguageModel:
         bundle: BundleFiles,
         *,
         device: DeviceWish = "auto",
+        device_id: int = 0,
+        provider_options: abc.Mapping[str, OptionValue] | None = None,
         max_batch: int = 8,
         max_length: int | None = None,
         threads: int | None = None,
@@ -94,20 +104,35 @@ class LanguageModel:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
-        max_batch = checked_count("max_batch", max_batch)
+        limits = RunLimits(
+            max_batch=checked_count("max_batch", max_batch),
+            max_length=self.max_length,
+            prefill_chunk=checked_count("prefill_chunk", prefill_chunk),
+        )
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:
             opening = executor.submit(
-                Session, bundle, device=device, threads=threads, cuda_graphs=cuda_graphs, stream=stream
+                Session,
+                bundle,
+                device=device,
+                device_id=device_id,
+                provider_options=provider_options,
+                limits=limits,
+                threads=threads,
+                cuda_graphs=cuda_graphs,
+                stream=stream,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
         self.threads = session.threads
         self.device: Device = session.device
+        self.device_id = session.device_id
+        self.provider_options = session.provider_options
+        self.memory_plan = session.memory_plan
         self._engine: Engine | None = Engine(
-            session, max_batch=max_batch, max_length=self.max_length, prefill_chunk=prefill_chunk
+            session, max_batch=limits.max_batch, max_length=self.max_length, prefill_chunk=limits.prefill_chunk
         )
         # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
         self._turn = threading.Condition(threading.Lock())

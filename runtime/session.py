@@ -14,27 +14,23 @@ from itertools import zip_longest
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import DType, Manifest, TensorSpec, decoder_signature
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_buffer import CudaBuffer
+from graphport.runtime.cuda_device import device_memory
+from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import CudaSetup, GraphWish
 from graphport.runtime.decode_graphs import padded_batch
-from graphport.runtime.device import (
-    ORT_ERRORS,
-    Device,
-    DeviceError,
-    DeviceWish,
-    default_threads,
-    open_inference_session,
-)
+from graphport.runtime.device import Device, DeviceError, DeviceRequest, DeviceWish, default_threads
 from graphport.runtime.device_memory import CudaMemory, DeviceMemory, HostMemory
 from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_specs, free_memory, require_memory
+from graphport.runtime.memory import cache_specs
+from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.opening import open_graph
 from graphport.runtime.runners import CpuRunner, CudaRunner, Runner
 from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.step_tensors import ELEMENT_TYPES, StepShape, StepTensors
@@ -62,18 +58,7 @@ SHAPE_OPS = (
     "Equal",
 )
 
-# Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
-# would otherwise be stored twice (an unfolded Reshape costs nothing).
-_LARGEST_FOLDED_CONSTANT = 32768  # bytes
-
-_SESSION_ENTRIES = (
-    ("session.record_ep_graph_assignment_info", "1"),
-    ("optimization.constant_folding_max_output_size_in_bytes", str(_LARGEST_FOLDED_CONSTANT)),
-)
-
 _THREADS_PER_PROCESSOR = 4  # at most
-
-_LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +66,8 @@ _log = logging.getLogger(__name__)
 class Session:
     """An open decoder graph.
 
-    Attributes: `device`, where it runs; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
+    Attributes: `device` and `device_id`, where it runs; `provider_options`, those that CUDA took; `memory_plan`, for
+    runs within the limits given; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
     def __init__(
@@ -89,22 +75,27 @@ class Session:
         bundle: BundleFiles,
         *,
         device: DeviceWish = "auto",
+        device_id: int = 0,
+        provider_options: Mapping[str, OptionValue] | None = None,
+        limits: RunLimits | None = None,
         threads: int | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
     ) -> None:
-        """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError."""
+        """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
+
+        `limits` are what memory is planned for: by default one row of the bundle's longest text, in one piece.
+        """
         self.threads = default_threads() if threads is None else _checked_threads(threads)
-        cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream)
-        require_memory(
-            bundle.weights_bytes,
-            free_memory(),
-            what=f"loading {bundle.graph}",
-            advice="export with a smaller precision or use a larger machine",
-        )
+        longest = bundle.manifest.max_length
+        limits = limits or RunLimits(max_batch=1, max_length=longest, prefill_chunk=longest)
+        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options)
+        cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
+        opened = open_graph(bundle, request, limits, cuda, threads=self.threads)
+        self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
+        self.provider_options, self.memory_plan = opened.provider_options, opened.plan
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
-        self._session, self.device = _open(bundle, device, self.threads, cuda)
         self.placement = _placement(self._session)
         check_placement(self.placement, self.device)
         _check_wishes(cuda, self.device, self.placement)
@@ -125,9 +116,13 @@ class Session:
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""
         if isinstance(self._memory, CudaMemory):
-            new_buffer = functools.partial(CudaBuffer, self._memory.cuda)
             return KVCache(
-                self.cache_specs, max_slots=max_slots, max_length=max_length, device="cuda", new_buffer=new_buffer
+                self.cache_specs,
+                max_slots=max_slots,
+                max_length=max_length,
+                device="cuda",
+                new_buffer=functools.partial(CudaBuffer, self._memory.cuda),
+                free=lambda: device_memory(self.device_id).free,
             )
         return KVCache(self.cache_specs, max_slots=max_slots, max_length=max_length)
 
@@ -294,25 +289,6 @@ def _check_wishes(cuda: CudaSetup, device: Device, placement: Mapping[tuple[str,
         if cuda.is_required:
             raise DeviceError(f"cuda_graphs=True was asked for. {reason}; use cuda_graphs=False")
         _log.warning("%s; decode steps run without CUDA graphs", reason)
-
-
-def _open(bundle: BundleFiles, wish: DeviceWish, threads: int, cuda: CudaSetup) -> tuple[Any, Device]:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
-    for key, value in _SESSION_ENTRIES:
-        options.add_session_config_entry(key, value)
-    try:
-        return open_inference_session(bundle.graph, options, wish=wish, target=bundle.manifest.target, cuda=cuda)
-    except DeviceError:
-        raise
-    except ORT_ERRORS as error:
-        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in bundle.header.opsets.items())
-        raise ValueError(
-            f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
-            f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
-        ) from error
 
 
 def _placement(session: Any) -> dict[tuple[str, str], int]:  # noqa: ANN401 - ORT is untyped

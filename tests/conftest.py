@@ -42,12 +42,18 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[cuda_stubs.Placer]:
-    """Places graphs on a CUDA provider without a GPU; where that cannot be, skipped, or failed where CI is set."""
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of CUDA libraries without a GPU; where they cannot be built, skipped, or failed where CI is set."""
     reason = cuda_stubs.why_not()
     if reason is not None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    with cuda_stubs.Placer(cuda_stubs.build(tmp_path_factory.mktemp("stubs"))) as placer:
+    return cuda_stubs.build(tmp_path_factory.mktemp("stubs"))
+
+
+@pytest.fixture(scope="session")
+def cuda(stubs: Path) -> Iterator[cuda_stubs.Placer]:
+    """Places graphs on a CUDA provider without a GPU."""
+    with cuda_stubs.Placer(stubs) as placer:
         yield placer
 
 

@@ -1,7 +1,10 @@
 /* CUDA functions whose effect a stub needs; all others return 0 (see cuda_stubs.py).
 
    Memory is host memory, zeroed; copies copy at once, whatever the stream; kernels and graphs do nothing. With
-   CUDA_STUB_LOG set, calls are appended to that file, one a line: the name and numbers, and for a kernel its name. */
+   CUDA_STUB_LOG set, calls are appended to that file, one a line: the name and numbers, and for a kernel its name.
+
+   What a machine has, from the environment: STUB_DEVICES (number), STUB_DRIVER (version, as 1000 * major + 10 * minor),
+   STUB_MEMORY (bytes, of all devices), STUB_ERROR (what counting devices fails with), CUDA_VISIBLE_DEVICES. */
 
 #include <stdarg.h>
 #include <stdio.h>
@@ -22,6 +25,11 @@ static void say(const char *format, ...) {
   fclose(file);
 }
 
+static size number(const char *name, size fallback) {
+  const char *text = getenv(name);
+  return text ? strtoul(text, 0, 10) : fallback;
+}
+
 static int make(handle *object) {
   *object = calloc(1, 64);
   return 0;
@@ -34,8 +42,15 @@ static int set(int *place, int value) {
 
 /* Memory */
 
+static size held;
+enum { HEADER = 256 }; /* of a block: its size */
+
 int cudaMalloc(void **p, size n) {
-  *p = calloc(n + 1, 1);
+  if (held + n > number("STUB_MEMORY", 80ul << 30)) return 2;
+  size *block = calloc(n + HEADER, 1);
+  *block = n;
+  __sync_fetch_and_add(&held, n);
+  *p = (char *)block + HEADER;
   say("cudaMalloc %lu\n", n);
   return 0;
 }
@@ -45,8 +60,11 @@ int cudaMallocHost(void **p, size n) {
 }
 int cudaHostAlloc(void **p, size n) { return cudaMallocHost(p, n); }
 int cudaFree(void *p) {
-  free(p);
   say("cudaFree\n");
+  if (!p) return 0;
+  size *block = (size *)((char *)p - HEADER);
+  __sync_fetch_and_sub(&held, *block);
+  free(block);
   return 0;
 }
 int cudaFreeHost(void *p) {
@@ -69,16 +87,35 @@ int cudaMemcpy2DAsync(char *to, size to_pitch, char *from, size from_pitch, size
   return 0;
 }
 int cudaMemGetInfo(size *free_bytes, size *all_bytes) {
-  *free_bytes = *all_bytes = 80ul << 30;
+  *all_bytes = number("STUB_MEMORY", 80ul << 30);
+  *free_bytes = *all_bytes - held;
   return 0;
 }
 
 /* The device: compute capability 9.0, 132 multiprocessors, cooperative launches. Offsets of cudaDeviceProp in CUDA 13. */
 
-int cudaGetDeviceCount(int *n) { return set(n, 1); }
-int cudaGetDevice(int *n) { return set(n, 0); }
+static __thread int current;
+
+static int no_device(void) {
+  const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+  if (number("STUB_DRIVER", 13000) < 13000) return 35;
+  if (number("STUB_ERROR", 0)) return number("STUB_ERROR", 0);
+  return number("STUB_DEVICES", 1) == 0 || (visible && !*visible) ? 100 : 0;
+}
+
+int cudaGetDeviceCount(int *n) {
+  int status = no_device();
+  set(n, status ? 0 : number("STUB_DEVICES", 1));
+  return status;
+}
+int cudaGetDevice(int *n) { return set(n, current); }
+int cudaSetDevice(int n) {
+  if (n < 0 || n >= number("STUB_DEVICES", 1)) return 101;
+  current = n;
+  return 0;
+}
 int cudaDeviceGetAttribute(int *value, int attribute) { return set(value, attribute == 75 ? 9 : attribute != 76); }
-int cudaDriverGetVersion(int *version) { return set(version, 13000); }
+int cudaDriverGetVersion(int *version) { return set(version, number("STUB_DRIVER", 13000)); }
 int cudaRuntimeGetVersion(int *version) { return set(version, 13000); }
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n) { return set(n, 4); }
 int cudaGetDeviceProperties(char *p) {
@@ -96,7 +133,9 @@ int cudaGetDeviceProperties(char *p) {
   set((int *)(p + 384), 132); /* multiProcessorCount */
   return 0;
 }
-char *cudaGetErrorString(int error) { return "stub"; }
+const char *cudaGetErrorString(int error) {
+  return error == 2 ? "out of memory" : error == 100 ? "no CUDA-capable device is detected" : "stub";
+}
 char *cudaGetErrorName(int error) { return "stub"; }
 
 /* Streams, events, graphs */

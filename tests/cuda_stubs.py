@@ -21,12 +21,15 @@ _PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_provide
 _SOURCE = Path(__file__).with_suffix(".c")
 _NO_SYMBOLS = ("libcurand.so.10",)  # needed by name, though no symbol of it is
 
-# What `runtime/cuda_runtime.py` calls of the CUDA runtime besides the provider.
+# What graphport's runtime calls of the CUDA runtime besides the provider.
 _OURS = (
-    "cudaMallocHost",
-    "cudaGetLastError",
+    "cudaDriverGetVersion",
     "cudaFreeHost",
+    "cudaGetDeviceCount",
+    "cudaGetLastError",
+    "cudaMallocHost",
     "cudaMemcpy2DAsync",
+    "cudaMemGetInfo",
     "cudaStreamCreate",
     "cudaStreamDestroy",
 )
@@ -54,16 +57,19 @@ for line in sys.stdin:
     print(json.dumps(answer), flush=True)
 """
 
+# Real libraries in NVIDIA's wheels, where there are any, would be loaded before the stubs.
+_STUBS_ALONE = """
+import onnxruntime
+onnxruntime.preload_dlls = lambda **_: None
+"""
+
 
 _PHASES = """
 import os, sys
-import onnxruntime
 
 def phase(name):
     with open(os.environ["CUDA_STUB_LOG"], "a") as log:
         log.write(f"phase {name}\\n")
-
-onnxruntime.preload_dlls = lambda **_: None  # real libraries, where there are any, would hide the stubs
 """
 
 
@@ -90,6 +96,7 @@ def build(folder: Path) -> Path:
     for name, version in re.findall(r" UND (\w+)@(lib[\w.]+)", listed.stdout):
         libraries[version].append(name)
     libraries["libcuda.so.1"] = re.findall(r" UND (cu[A-Z]\w*)$", listed.stdout, re.MULTILINE)
+    libraries["libcudart.so.13"] += _OURS
     for soname in (*libraries, *_NO_SYMBOLS):
         _compile(folder, soname, libraries.get(soname, []))
     return folder
@@ -137,14 +144,7 @@ def record(script: str, *arguments: str, stubs: Path, log: Path) -> dict[str, li
     The code calls `phase(name)` where a phase begins, and prints nothing. Raises AssertionError when it fails.
     """
     log.write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", _PHASES + script, *arguments],
-        env={**os.environ, "LD_LIBRARY_PATH": str(stubs), "CUDA_STUB_LOG": str(log)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_python(stubs, _PHASES + script, *arguments, CUDA_STUB_LOG=str(log))
     assert done.returncode == 0, done.stderr[-2000:]
     phases: dict[str, list[str]] = {"": []}
     for line in log.read_text().splitlines():
@@ -153,6 +153,22 @@ def record(script: str, *arguments: str, stubs: Path, log: Path) -> dict[str, li
         else:
             phases[list(phases)[-1]].append(line)
     return phases
+
+
+def run_python(stubs: Path, code: str, *arguments: str, **machine: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process that finds the stubs first, and check nothing.
+
+    `machine` are environment variables: CUDA_VISIBLE_DEVICES, and those that the stubs read.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    return subprocess.run(
+        [sys.executable, "-c", _STUBS_ALONE + code, *arguments],
+        env={**environment, "LD_LIBRARY_PATH": str(stubs), **machine},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
 
 
 def _compile(folder: Path, soname: str, names: list[str]) -> None:

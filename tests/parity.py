@@ -33,6 +33,11 @@ TOLERANCES: Mapping[tuple[str, str], float] = MappingProxyType(
         # neighbouring stages of one model, on ONNX Runtime's CPU provider
         ("exported", "float32"): 1e-4,  # 4.8e-5
         ("compiled", "float32"): 1e-4,  # 5.4e-5; broken 6.3 (ids shifted by one)
+        ("compiled", "float16"): 0.2,  # 0.085, all kinds together 0.18; broken 6.3
+        # bundles for CUDA on the CPU against those for the CPU: both round activations to 8 bits, of different floats,
+        # and weights half-way between two 4-bit values go to either
+        ("int8 for both targets", "float16"): 1.0,  # 0.69; broken 22
+        ("int4 for both targets", "float16"): 2.0,  # 1.55; broken 23
         ("quantised, exact activations", "float32"): 1e-4,  # 2.1e-5; unrounded weights 1.4
         # the runtime on a bundle built by hand, against NumPy in double precision
         ("tiny bundle", "float32"): 1e-4,  # 3e-5; broken 9.0 (positions shifted by one)

@@ -113,6 +113,8 @@ def test_constraints_pin_every_requirement_exactly() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines)
     pinned = {re.sub(r"[._-]+", "-", line.split("==")[0]).lower() for line in lines}
     required = set(re.findall(r'^ +"([a-z0-9-]+)[>=\[]', (CHECKOUT / "pyproject.toml").read_text(), re.MULTILINE))
-    # graphport is this project; plain onnxruntime is for machines without a GPU wheel
-    assert required - pinned == {"graphport", "onnxruntime"}
+    # graphport is this project; plain onnxruntime is for machines without a GPU wheel; where there is a GPU, torch pins
+    # the libraries of CUDA itself
+    others = {name for name in required - pinned if not name.startswith("nvidia-")}
+    assert others == {"graphport", "onnxruntime"}
     assert "torch==2.13.0" in lines

@@ -47,11 +47,6 @@ GREEDY = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
-def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cuda_stubs.build(tmp_path_factory.mktemp("stubs"))
-
-
-@pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cuda") / "bundle"
     return export(tiny_model(tiny_configs()["grouped_query"]), out, target="cuda", precision="fp16", verify=False).path

@@ -33,10 +33,8 @@ from graphport.model_def.signature import (
     TensorSpec,
     decoder_signature,
 )
-from graphport.runtime import session as session_module
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.device import DeviceError, default_threads
-from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.session import Session, check_placement, check_signature
 
 TOLERANCE = TOLERANCES["tiny bundle", "float32"]
@@ -194,14 +192,6 @@ def test_a_reshaped_second_use_of_a_large_constant_is_not_stored_twice(tmp_path:
     assert session.placement["CPUExecutionProvider", "Reshape"] == 2
     ids = random_ids(6)
     assert np.abs(all_logits(session, ids, 3) - reference_logits(weights, ids)).max() < TOLERANCE
-
-
-def test_weights_larger_than_free_memory_are_refused(bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "free_memory", lambda: 1000)
-    with pytest.raises(
-        NotEnoughMemoryError, match=r"loading .*model.onnx needs 0.\d MiB, 0.0 MiB are free; export with"
-    ):
-        open_session(bundle.folder)
 
 
 def test_threads_must_be_positive_and_default_to_the_cores_allowed(bundle: TinyBundle) -> None:

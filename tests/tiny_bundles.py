@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import tokenizers
@@ -23,6 +24,7 @@ from graphport.model_def.signature import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
+    DType,
     FileRecord,
     GenerationDefaults,
     Manifest,
@@ -152,8 +154,8 @@ def _rotate(x: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[np.f
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def tiny_model(weights: Weights, max_length: int = MAX_LENGTH) -> onnx.ModelProto:
-    """The decoder step as an ONNX model with inline weights."""
+def tiny_model(weights: Weights, max_length: int = MAX_LENGTH, floats: DType = "float32") -> onnx.ModelProto:
+    """The decoder step as an ONNX model with inline weights, computing in `floats`."""
     nodes: list[onnx.NodeProto] = []
     angles = rotary_angles(np.arange(max_length)).astype(np.float32)
     constants = {
@@ -196,21 +198,35 @@ def tiny_model(weights: Weights, max_length: int = MAX_LENGTH) -> onnx.ModelProt
     add("Reshape", [f"hidden.{LAYERS}", "flat"], "all_rows")
     add("Gather", ["all_rows", "logits_rows"], "asked_rows")
     norm("asked_rows", "final_norm", "final")
-    add("MatMul", ["final", "head"], "logits")
-    signature = decoder_signature(tiny_config(max_length))
+    add("MatMul", ["final", "head"], "narrow_logits")
+    add("Cast", ["narrow_logits"], "logits", to=TensorProto.FLOAT)
+    signature = decoder_signature(tiny_config(max_length), floats)
     graph = helper.make_graph(
         nodes,
         "tiny",
         _value_infos(signature.inputs),
         _value_infos(signature.outputs),
-        [numpy_helper.from_array(np.ascontiguousarray(value), name) for name, value in constants.items()],
+        [_tensor(value, name, floats) for name, value in constants.items()],
     )
     opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+def _tensor(value: NDArray[Any], name: str, floats: DType) -> onnx.TensorProto:
+    is_float = value.dtype.kind == "f"
+    return numpy_helper.from_array(
+        np.ascontiguousarray(value, ml_dtypes.finfo(floats).dtype if is_float else None), name
+    )
+
+
 def _value_infos(specs: Any) -> list[onnx.ValueInfoProto]:
-    kinds = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
+    kinds = {
+        "float32": TensorProto.FLOAT,
+        "float16": TensorProto.FLOAT16,
+        "bfloat16": TensorProto.BFLOAT16,
+        "int64": TensorProto.INT64,
+        "int32": TensorProto.INT32,
+    }
     return [helper.make_tensor_value_info(spec.name, kinds[spec.dtype], spec.shape) for spec in specs]
 
 
@@ -223,12 +239,14 @@ def write_tiny_bundle(
     model: onnx.ModelProto | None = None,
     signature: Signature | None = None,
     target: str = "cpu",
+    floats: DType = "float32",
     tokenizer: bool = False,
 ) -> TinyBundle:
     """Write a bundle into `folder`; other arguments replace parts of it, to make it wrong on purpose."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = tiny_weights() if weights is None else weights
-    model = tiny_model(weights, max_length) if model is None else model
+    model = tiny_model(weights, max_length, floats) if model is None else model
+    signature = decoder_signature(tiny_config(max_length), floats) if signature is None else signature
     (folder / WEIGHTS_FILE).unlink(missing_ok=True)
     if tokenizer:
         tiny_tokenizer().save(str(folder / TOKENIZER_FILE))

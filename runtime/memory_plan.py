@@ -1,0 +1,180 @@
+"""How many bytes a model takes on a device, by part, before anything is taken, and what of it would fit.
+
+In: sizes of a model and limits of a run. Out: a `MemoryPlan`. It asks no device and reads no file. Legend: B rows at
+once, S tokens of a step, T longest row, N query heads, D head size, E bytes of an element.
+
+Weights are exact on CUDA, where they lie outside the arena; the workspace is an upper bound of what one step needs,
+made from the kernels' own buffers (ONNX Runtime 1.31, `contrib_ops/*/bert/group_query_attention*`, `matmul_nbits.cc`),
+on CUDA rounded up to a power of two as the arena's blocks are.
+"""
+
+import dataclasses
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from graphport.model_def.config import AttentionConfig, BlockConfig, TransformerConfig
+from graphport.model_def.signature import DType
+from graphport.runtime.device import Device
+from graphport.runtime.memory import ELEMENT_BYTES, MIB
+
+# Logits of all positions are taken in pieces of at most this many bytes.
+SCORING_BYTES = 64 * MIB
+
+# On CUDA beside the arena: handles and workspaces of cuBLAS and cuDNN, kernels loaded when first called.
+_LIBRARY_BYTES = 256 * MIB
+# What the arena on CUDA may take, to the workspace planned: its blocks double, and smaller ones are kept.
+_ARENA_SHARE = 4
+_LEAST_ARENA = 32 * MIB
+
+_DEQUANTISED_AT_ONCE = 256 * MIB  # MatMulNBits on CUDA widens a matrix in pieces of at most this
+_HALF_AND_FLOAT = 6  # bytes: on the CPU a float16 activation exists as float32 too
+_PACKED_BLOCKS = 1.3  # the CPU's copy of a matrix in blocks, with sums of the blocks, to the bytes in the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What decides a model's memory on one device.
+
+    weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
+    type of activations. cache_bytes_per_token: of one row. fused_attention: whether GroupQueryAttention computes it.
+    repacks: whether the CUDA kernel of MatMulNBits makes a copy in an order of its own.
+    """
+
+    config: TransformerConfig
+    device: Device
+    weights: int
+    blocks: int
+    float_type: DType
+    cache_dtype: DType
+    cache_bytes_per_token: int
+    fused_attention: bool
+    repacks: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """Rows at once, tokens a row, prompt tokens a step."""
+
+    max_batch: int
+    max_length: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on `device` by part.
+
+    `weights`: as the kernels hold them. `repacked`: second copies while the session is opened. `workspace`: all that
+    one step needs. `libraries`: outside ONNX Runtime's own allocators. `cache`: max_batch rows of max_length tokens.
+    """
+
+    device: Device
+    limits: RunLimits
+    weights: int
+    repacked: int
+    workspace: int
+    libraries: int
+    cache: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return self.weights + self.repacked + self.workspace + self.libraries + self.cache
+
+    @property
+    def arena_limit(self) -> int:
+        """Bytes that ONNX Runtime's arena on CUDA may take."""
+        return _ARENA_SHARE * self.workspace
+
+    def parts(self) -> str:
+        """The parts in words, those of no bytes left out."""
+        named = ("weights", "repacked", "workspace", "libraries", "cache")
+        return ", ".join(f"{name} {getattr(self, name) / MIB:.1f}" for name in named if getattr(self, name))
+
+
+def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
+    """What a run within `limits` takes at most."""
+    return MemoryPlan(
+        device=sizes.device,
+        limits=limits,
+        weights=_weights(sizes),
+        repacked=sizes.blocks if sizes.repacks else 0,
+        workspace=_workspace(sizes, limits),
+        libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
+        cache=sizes.cache_bytes_per_token * limits.max_batch * limits.max_length,
+    )
+
+
+def longest_that_fits(sizes: ModelSizes, limits: RunLimits, free: int) -> int:
+    """The largest max_length, up to that of `limits`, of which max_batch rows fit into `free` bytes; 0 if none."""
+    return _largest("max_length", sizes, limits, free)
+
+
+def most_rows_that_fit(sizes: ModelSizes, limits: RunLimits, free: int) -> int:
+    """The largest max_batch, up to that of `limits`, of which rows of max_length fit into `free` bytes; 0 if none."""
+    return _largest("max_batch", sizes, limits, free)
+
+
+def _largest(name: str, sizes: ModelSizes, limits: RunLimits, free: int) -> int:
+    def total(value: int) -> int:
+        return plan_memory(sizes, dataclasses.replace(limits, **{name: value})).total
+
+    return bisect_right(range(1, getattr(limits, name) + 1), free, key=total)
+
+
+def _weights(sizes: ModelSizes) -> int:
+    """The CPU packs matrices into copies of its own and lets go of the file's pages."""
+    if sizes.device == "cuda":
+        return sizes.weights
+    floats = (sizes.weights - sizes.blocks) * (2 if sizes.float_type == "float16" else 1)  # widened to float32
+    return floats + int(_PACKED_BLOCKS * sizes.blocks)
+
+
+def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
+    config = sizes.config
+    tokens = max(min(limits.prefill_chunk, limits.max_length), limits.max_batch)
+    element = _activation_bytes(sizes)
+    layer = max(_layer_elements(config.hidden_size, block) for block in config.blocks)
+    attention = max(_attention_bytes(sizes, block.attention, limits) for block in config.blocks)
+    rows = max(limits.max_batch, min(tokens, SCORING_BYTES // (ELEMENT_BYTES["float32"] * config.vocab_size)))
+    logits = rows * config.vocab_size * (ELEMENT_BYTES["float32"] + element)
+    needed = tokens * layer * element + attention + logits + _dequantised_bytes(sizes)
+    return needed if sizes.device == "cpu" else max(_LEAST_ARENA, 1 << (needed - 1).bit_length())
+
+
+def _activation_bytes(sizes: ModelSizes) -> int:
+    if sizes.device == "cpu" and sizes.float_type == "float16":
+        return _HALF_AND_FLOAT
+    return ELEMENT_BYTES[sizes.float_type]
+
+
+def _layer_elements(hidden: int, block: BlockConfig) -> int:
+    """Elements a token of everything that one layer computes, as if nothing were freed before its end."""
+    attention, feed_forward = block.attention, block.feed_forward
+    qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
+    mixed = attention.num_heads * attention.head_dim
+    return 6 * hidden + 2 * qkv + mixed + (4 if feed_forward.gated else 2) * feed_forward.width
+
+
+def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunLimits) -> int:
+    """Buffers of one layer's attention: scores [N, S, T], keys and values widened or expanded to N heads."""
+    chunk = min(limits.prefill_chunk, limits.max_length)
+    queries = max(chunk, limits.max_batch)  # a chunk of one row, or a token of each
+    element = _activation_bytes(sizes)
+    scores = attention.num_heads * queries * limits.max_length * ELEMENT_BYTES["float32"]
+    expanded = 2 * attention.num_heads * attention.head_dim * limits.max_length * element
+    if not sizes.fused_attention:
+        return 3 * scores + limits.max_batch * expanded
+    if sizes.device == "cpu":
+        is_blockwise = sizes.float_type == "float32" and attention.softcap is None
+        return 0 if is_blockwise else scores
+    widened = expanded * attention.num_kv_heads // attention.num_heads * limits.max_batch
+    return expanded + (widened if sizes.cache_dtype != sizes.float_type else 0)
+
+
+def _dequantised_bytes(sizes: ModelSizes) -> int:
+    if sizes.device == "cpu" or not sizes.blocks:
+        return 0
+    config = sizes.config
+    widest = max(config.vocab_size, *(2 * block.feed_forward.width for block in config.blocks))
+    return min(_DEQUANTISED_AT_ONCE, widest * config.hidden_size * ELEMENT_BYTES[sizes.float_type])

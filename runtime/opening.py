@@ -1,0 +1,217 @@
+"""Open a bundle's graph where the caller wishes: choose the device, check kernels and memory, then take it.
+
+In: a checked bundle, a `DeviceRequest`, limits of the run. Out: an ONNX Runtime session that really runs there, and the
+plan of its memory. What can be refused is refused before the session is opened. It runs nothing.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime
+
+from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cuda_device import CudaError, device_memory
+from graphport.runtime.cuda_libraries import note_missing_cudnn
+from graphport.runtime.cuda_options import checked_options
+from graphport.runtime.cuda_setup import CudaSetup
+from graphport.runtime.device import (
+    ORT_ERRORS,
+    Device,
+    DeviceError,
+    DeviceRequest,
+    choose_device,
+    open_inference_session,
+)
+from graphport.runtime.kernel_limits import kernel_limit
+from graphport.runtime.kv_cache import FIRST_CAPACITY
+from graphport.runtime.memory import MIB, cache_bytes_per_token, cache_specs, free_memory, require_memory
+from graphport.runtime.memory_plan import (
+    MemoryPlan,
+    ModelSizes,
+    RunLimits,
+    longest_that_fits,
+    most_rows_that_fit,
+    plan_memory,
+)
+
+# Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
+# would otherwise be stored twice (an unfolded Reshape costs nothing).
+_LARGEST_FOLDED_CONSTANT = 32768  # bytes
+
+_SESSION_ENTRIES = {
+    "session.record_ep_graph_assignment_info": "1",
+    "optimization.constant_folding_max_output_size_in_bytes": str(_LARGEST_FOLDED_CONSTANT),
+}
+# The arena would round each weight up to a power of two and count it against its limit.
+_CUDA_ENTRIES = {"session.use_device_allocator_for_initializers": "1"}
+_REPACK_ENTRY = "ep.cuda.fpa_intb_gemm"  # "1": MatMulNBits copies its weights into the order of the CUTLASS kernel
+
+_LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedGraph:
+    """A session, where it runs, the plan of its memory, and the options that its provider took (none on the CPU)."""
+
+    session: Any
+    device: Device
+    device_id: int
+    plan: MemoryPlan
+    provider_options: Mapping[str, str]
+
+
+def open_graph(
+    bundle: BundleFiles, request: DeviceRequest, limits: RunLimits, cuda: CudaSetup, *, threads: int
+) -> OpenedGraph:
+    """Open the graph of `bundle` on the device that `request` names, for runs within `limits`.
+
+    On CUDA it runs on the stream of `cuda`, and captures graphs if that says so and ONNX Runtime agrees.
+
+    Raises DeviceError, NotEnoughMemoryError, and ValueError for options and for a graph that ONNX Runtime refuses.
+    """
+    options = checked_options(request.provider_options)
+    device, reason = choose_device(request, target=bundle.manifest.target)
+    if device == "cuda":
+        try:
+            return _open_on_cuda(bundle, request.device_id, options, limits, cuda, threads=threads)
+        except DeviceError as error:
+            if request.wish != "auto":
+                raise
+            reason = str(error)
+    request.require_plain(reason)
+    _require_cpu_kernels(bundle, reason)
+    if request.wish == "auto":
+        level = logging.WARNING if bundle.manifest.target == "cuda" else logging.INFO
+        _log.log(level, "device auto: cpu (%s)", reason)
+    plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU")
+    session = _open(bundle, "cpu", {}, threads=threads)
+    return OpenedGraph(session=session, device="cpu", device_id=0, plan=plan, provider_options={})
+
+
+def model_sizes(bundle: BundleFiles, device: Device) -> ModelSizes:
+    """What of the bundle decides its memory on `device`."""
+    header = bundle.header
+    in_blocks = {name for node in header.nodes_of("MatMulNBits") for name in node.inputs[1:3]}
+    return ModelSizes(
+        config=bundle.manifest.config,
+        device=device,
+        weights=bundle.weights_bytes,
+        blocks=sum(header.tensors[name].num_bytes for name in in_blocks if name in header.tensors),
+        float_type=header.float_type,
+        cache_dtype=bundle.manifest.cache_dtype,
+        cache_bytes_per_token=cache_bytes_per_token(cache_specs(bundle.manifest)),
+        fused_attention=len(header.nodes_of("GroupQueryAttention")) >= bundle.manifest.config.num_layers,
+        repacks=_session_entries(device).get(_REPACK_ENTRY) == "1",
+    )
+
+
+def _open_on_cuda(
+    bundle: BundleFiles,
+    device_id: int,
+    options: Mapping[str, str],
+    limits: RunLimits,
+    cuda: CudaSetup,
+    *,
+    threads: int,
+) -> OpenedGraph:
+    limit = kernel_limit(bundle.header, bundle.manifest.cache_dtype, "cuda")
+    if limit is not None:
+        raise DeviceError(f"{bundle.folder} cannot run on CUDA: {limit}; export it with --target cuda")
+    plan = _checked_plan(bundle, "cuda", limits, _free_on_cuda(device_id), name=f"CUDA device {device_id}")
+    # Blocks that double are used again. Blocks of the very size asked for are not, when prompts grow: 900 MiB where
+    # 130 do, measured on 512 prompts of 1 to 512 tokens (SmolLM2-135M).
+    own = {"gpu_mem_limit": str(plan.arena_limit), "arena_extend_strategy": "kNextPowerOfTwo"}
+    if device_id:  # its default is 0, and ONNX Runtime 1.31 warns of any that is given
+        own["device_id"] = str(device_id)
+    session = _open_for_capture(bundle, {**options, **own}, cuda, threads=threads)
+    note_missing_cudnn()
+    taken = session.get_provider_options()["CUDAExecutionProvider"]
+    _log.info(
+        "CUDA device %d: TF32 %s, memory planned: %s MiB, arena at most %.1f MiB",
+        device_id,
+        "on, as asked for" if taken["use_tf32"] == "1" else "off",
+        plan.parts(),
+        plan.arena_limit / MIB,
+    )
+    return OpenedGraph(session=session, device="cuda", device_id=device_id, plan=plan, provider_options=taken)
+
+
+def _open_for_capture(bundle: BundleFiles, options: Mapping[str, str], cuda: CudaSetup, *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
+    """Open with capture of graphs, or without it where ONNX Runtime refuses (`cuda` keeps the reason)."""
+    try:
+        return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads)
+    except (DeviceError, ValueError) as error:
+        if not cuda.refuse(error.__cause__ or error):
+            raise
+    return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads)
+
+
+def _free_on_cuda(device_id: int) -> int:
+    try:
+        return device_memory(device_id).free
+    except CudaError as error:
+        raise DeviceError(f"CUDA device {device_id} cannot be used: {error}; use device='cpu'") from error
+
+
+def _require_cpu_kernels(bundle: BundleFiles, reason: str) -> None:
+    """Raise DeviceError for a graph that the CPU, taken because of `reason`, cannot run."""
+    limit = kernel_limit(bundle.header, bundle.manifest.cache_dtype, "cpu")
+    if limit is not None:
+        cuda = f"CUDA cannot be used: {reason}" if reason else "use device='cuda'"
+        raise DeviceError(
+            f"{bundle.folder} cannot run on the CPU: {limit}; export it for the CPU with "
+            f"`graphport export SOURCE OUT --target cpu`, or run it on a GPU ({cuda})"
+        )
+
+
+def _checked_plan(bundle: BundleFiles, device: Device, limits: RunLimits, free: int, *, name: str) -> MemoryPlan:
+    """The plan for `limits`; refused unless the weights, one small step and its cache fit into `free` bytes."""
+    sizes = model_sizes(bundle, device)
+    length = min(FIRST_CAPACITY, limits.max_length)
+    least = plan_memory(sizes, RunLimits(max_batch=1, max_length=length, prefill_chunk=limits.prefill_chunk))
+    require_memory(
+        least.total,
+        free,
+        what=f"opening {bundle.folder} on {name} for one row of {length} tokens ({least.parts()} MiB)",
+        advice="no context fits; free memory there, or export with a smaller precision",
+    )
+    plan = plan_memory(sizes, limits)
+    if plan.total > free:
+        _log.info(
+            "%s has %.1f MiB free, %d rows of %d tokens need %.1f: up to %d tokens a row fit, or %d rows",
+            name,
+            free / MIB,
+            limits.max_batch,
+            limits.max_length,
+            plan.total / MIB,
+            longest_that_fits(sizes, limits, free),
+            most_rows_that_fit(sizes, limits, free),
+        )
+    return plan
+
+
+def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, str], *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
+    for key, value in _session_entries(device).items():
+        options.add_session_config_entry(key, value)
+    try:
+        return open_inference_session(bundle.graph, options, device, provider_options)
+    except ORT_ERRORS as error:
+        if isinstance(error, DeviceError):
+            raise
+        opsets = ", ".join(f"{domain or 'ai.onnx'} {version}" for domain, version in bundle.header.opsets.items())
+        raise ValueError(
+            f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
+            f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
+        ) from error
+
+
+def _session_entries(device: Device) -> dict[str, str]:
+    return _SESSION_ENTRIES | (_CUDA_ENTRIES if device == "cuda" else {})
