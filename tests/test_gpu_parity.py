@@ -1,6 +1,6 @@
 """Bundles on the device they were compiled for, against eager PyTorch in float32 and in their own precision.
 
-`make test-gpu` runs them on a CUDA device. The same code runs on the CPU in every test run, so that it is known to work.
+`make test-gpu` runs them on a CUDA device. The same code runs on the CPU in every test run, so it is known to work.
 """
 
 import functools
@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parity import TOLERANCES, assert_same_choice, difference
+from parity import TOLERANCES, difference
 from tiny_models import tiny_configs, tiny_model, token_ids
 
 from graphport.export.certify import parity_ids
 from graphport.export.model_export import export
+from graphport.export.parity import TOLERANCES as PARITY
 from graphport.export.parity import compare
 from graphport.export.source import SourceModel, open_source
 from graphport.model_def.transformer import Transformer
@@ -26,6 +27,7 @@ from graphport.runtime import SamplingParams, load
 CONFIGS = tiny_configs()
 KINDS = ("grouped_query", "window", "softcap_window", "qk_norm", "head_dim_20", "learned", "rotary_partial_0.25")
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, ignore_eos=True, logprobs=1)
+INTEGER_KL = {"int8": PARITY["int8", "kl"], "int4": PARITY["int4", "kl"]}
 LENGTHS = (1, 3, 7, 16, 5, 11, 2, 13)  # of the prompts of a batch
 
 
@@ -142,18 +144,6 @@ def assert_logprobs(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCES["on its device", "float16"])
 
 
-@pytest.mark.parametrize("place", everywhere)
-def test_an_int8_cache_stays_close_to_the_float_cache(place: Place, tmp_path: Path) -> None:
-    model, ids = tiny_model(CONFIGS["grouped_query"]), token_ids(40).tolist()
-    rows = []
-    for cache in ("auto", "int8"):
-        export(model, tmp_path / cache, target=place.device, precision=place.precision, kv_cache=cache, verify=False)
-        with load(tmp_path / cache, device=place.device, max_batch=1, prefill_chunk=16) as lm:
-            rows.append(lm.logits([ids])[0])
-    found = compare(rows[0], rows[1])
-    assert 0 < found.kl < KV_INT8_KL
-
-
 @pytest.mark.gpu
 def test_b97_memory_of_the_device_is_flat_after_the_first_requests(bundle: Bundles) -> None:
     prompts = [token_ids(length, seed=length).tolist() for length in LENGTHS]
@@ -203,5 +193,4 @@ def assert_real_model(opened: SourceModel, path: Path, precision: str, folder: P
         return
     place = CUDA_FP16 if precision == "fp16" else CUDA_BF16
     in_place = compare(wanted, eager(opened.model, ids, place))
-    assert measured.kl <= 2 * in_place.kl + KL_FLOOR
-    assert_same_choice(found, wanted, "compiled") if measured.max_abs < 1e-4 else None
+    assert measured.kl <= 2 * in_place.kl

@@ -14,6 +14,7 @@ from graphport.model_def.signature import DType
 from graphport.runtime import opening
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_device import CudaError
+from graphport.runtime.cuda_setup import CudaSetup
 from graphport.runtime.device import DeviceError, DeviceRequest
 from graphport.runtime.memory import MIB, NotEnoughMemoryError
 from graphport.runtime.memory_plan import RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
@@ -234,6 +235,9 @@ def test_bad_input_is_one_clear_line_on_the_command_line(
     assert line.startswith("graphport: error: " + expected.format(folder=folder))
 
 
+NO_GRAPHS = CudaSetup(cuda_graphs=False, stream=None)
+
+
 def request(**changes: Any) -> DeviceRequest:
     return DeviceRequest(**{"wish": "cpu", **changes})
 
@@ -244,7 +248,7 @@ def test_weights_larger_than_free_memory_are_refused(bundles: dict[str, Path], m
         NotEnoughMemoryError,
         match=r"opening .* on the CPU for one row of 64 tokens \(weights 0.\d, .*needs .* MiB, 0.0 MiB are free",
     ):
-        open_graph(open_bundle(bundles["float32"]), request(), LIMITS, threads=1)
+        open_graph(open_bundle(bundles["float32"]), request(), LIMITS, NO_GRAPHS, threads=1)
 
 
 def test_a_cpu_with_room_for_less_than_the_limits_says_up_to_what_it_fits(
@@ -255,13 +259,13 @@ def test_a_cpu_with_room_for_less_than_the_limits_says_up_to_what_it_fits(
     sizes = model_sizes(bundle, "cpu")
     free = plan_memory(sizes, dataclasses.replace(LIMITS, max_length=77)).total
     monkeypatch.setattr(opening, "free_memory", lambda: free)
-    plan = open_graph(bundle, request(), LIMITS, threads=1).plan
+    plan = open_graph(bundle, request(), LIMITS, NO_GRAPHS, threads=1).plan
     (record,) = caplog.records
     assert plan == plan_memory(sizes, LIMITS)
     assert record.getMessage().endswith(f"up to 77 tokens a row fit, or {most_rows_that_fit(sizes, LIMITS, free)} rows")
     caplog.clear()
     monkeypatch.setattr(opening, "free_memory", lambda: plan.total)
-    open_graph(bundle, request(), LIMITS, threads=1)
+    open_graph(bundle, request(), LIMITS, NO_GRAPHS, threads=1)
     assert caplog.records == []
 
 
@@ -281,7 +285,7 @@ def test_options_of_cuda_are_not_ignored_on_the_cpu(
     bundles: dict[str, Path], changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        open_graph(open_bundle(bundles["float32"]), request(**changes), LIMITS, threads=1)
+        open_graph(open_bundle(bundles["float32"]), request(**changes), LIMITS, NO_GRAPHS, threads=1)
 
 
 def test_b91_auto_says_in_one_line_what_it_took(
@@ -289,11 +293,11 @@ def test_b91_auto_says_in_one_line_what_it_took(
 ) -> None:
     caplog.set_level(logging.INFO, logger="graphport")
     auto = request(wish="auto")
-    assert open_graph(open_bundle(bundles["float32"]), auto, LIMITS, threads=1).device == "cpu"
+    assert open_graph(open_bundle(bundles["float32"]), auto, LIMITS, NO_GRAPHS, threads=1).device == "cpu"
     assert [record.getMessage() for record in caplog.records] == ["device auto: cpu (the bundle was compiled for cpu)"]
     caplog.clear()
     monkeypatch.setattr("graphport.runtime.device.cuda_problem", lambda _: "no driver")
-    assert open_graph(open_bundle(bundles["float16"]), auto, LIMITS, threads=1).device == "cpu"
+    assert open_graph(open_bundle(bundles["float16"]), auto, LIMITS, NO_GRAPHS, threads=1).device == "cpu"
     (record,) = caplog.records
     assert (record.levelno, record.getMessage()) == (logging.WARNING, "device auto: cpu (no driver)")
 
@@ -308,6 +312,6 @@ def test_b91_b92_cuda_that_is_listed_but_broken_is_an_error_and_auto_takes_the_c
     monkeypatch.setattr(opening, "device_memory", device_memory)
     bundle = open_bundle(bundles["float16"])
     with pytest.raises(DeviceError, match="CUDA device 0 cannot be used: cudaMemGetInfo failed with CUDA error 46"):
-        open_graph(bundle, request(wish="cuda"), LIMITS, threads=1)
-    assert open_graph(bundle, request(wish="auto"), LIMITS, threads=1).device == "cpu"
+        open_graph(bundle, request(wish="cuda"), LIMITS, NO_GRAPHS, threads=1)
+    assert open_graph(bundle, request(wish="auto"), LIMITS, NO_GRAPHS, threads=1).device == "cpu"
     assert "device auto: cpu (CUDA device 0 cannot be used" in caplog.text
