@@ -26,6 +26,9 @@ _DRIVER = 580  # the first series of drivers for CUDA 13 on Linux
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
+# It would move a bias into MatMulNBits, whose compact GEMM takes none: the node would be left to a slower kernel.
+_CUDA_DISABLED_OPTIMIZERS = ("MatMulNBitsFusion",)
+
 # ONNX Runtime's errors derive from Exception directly and share no base class of their own.
 ORT_ERRORS: tuple[type[Exception], ...] = (
     ort_errors.EPFail,
@@ -98,8 +101,11 @@ def open_inference_session(
 ) -> Any:  # noqa: ANN401 - ORT is untyped
     """Open `graph` on `device`. Raises DeviceError unless ONNX Runtime really took the device, else its own errors."""
     providers: list[Any] = [_CPU] if device == "cpu" else [(_CUDA, dict(provider_options)), _CPU]
+    disabled = _CUDA_DISABLED_OPTIMIZERS if device == "cuda" else ()
     try:
-        session = onnxruntime.InferenceSession(str(graph), options, providers=providers, enable_fallback=0)
+        session = onnxruntime.InferenceSession(
+            str(graph), options, providers=providers, enable_fallback=0, disabled_optimizers=list(disabled)
+        )
     except ORT_ERRORS as error:
         if device == "cuda" and "cuda" in str(error).replace(str(graph), "").lower():
             words = " ".join(str(error).split())

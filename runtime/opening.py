@@ -44,9 +44,9 @@ _SESSION_ENTRIES = {
     "session.record_ep_graph_assignment_info": "1",
     "optimization.constant_folding_max_output_size_in_bytes": str(_LARGEST_FOLDED_CONSTANT),
 }
-# The arena would round each weight up to a power of two and count it against its limit.
-_CUDA_ENTRIES = {"session.use_device_allocator_for_initializers": "1"}
 _REPACK_ENTRY = "ep.cuda.fpa_intb_gemm"  # "1": MatMulNBits copies its weights into the order of the CUTLASS kernel
+# The arena would round each weight up to a power of two and count it against its limit.
+_CUDA_ENTRIES = {"session.use_device_allocator_for_initializers": "1", _REPACK_ENTRY: "1"}
 
 _LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 

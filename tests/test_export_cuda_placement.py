@@ -101,3 +101,34 @@ def test_b50_activations_beyond_float16_are_refused_with_the_layer(tmp_path: Pat
         export(model, tmp_path / "fp16", target="cuda", precision="fp16", verify=False)
     assert not list(tmp_path.iterdir())
     export(model, tmp_path / "bf16", target="cuda", precision="bf16", verify=False)
+
+
+_OPTIMISED = """
+import sys
+import onnx
+import onnxruntime
+make = onnxruntime.InferenceSession
+
+def saving(path, options, **arguments):
+    options.optimized_model_filepath = sys.argv[2]
+    return make(path, options, **arguments)
+
+onnxruntime.InferenceSession = saving
+from graphport.runtime import load
+load(sys.argv[1], device="cuda").close()
+for node in onnx.load(sys.argv[2], load_external_data=False).graph.node:
+    if node.op_type == "MatMulNBits":
+        print(len(node.input), sorted((a.name, a.i) for a in node.attribute if a.name in ("bits", "block_size")))
+"""
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_products_keep_the_form_of_the_compact_gemm_when_biases_follow_them(
+    bits: int, graph: Graphs, stubs: Path, tmp_path: Path
+) -> None:
+    """Blocks of 32, no zero points, no bias: what remains after ONNX Runtime's own optimiser."""
+    folder = graph("all_biases", f"int{bits}").parent
+    done = cuda_stubs.run_python(stubs, _OPTIMISED, str(folder), str(tmp_path / "optimised.onnx"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    head = "3 [('bits', 8), ('block_size', 32)]"
+    assert done.stdout.splitlines() == [f"3 [('bits', {bits}), ('block_size', 32)]"] * 8 + [head]

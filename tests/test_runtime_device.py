@@ -133,8 +133,9 @@ class BrokenCuda:
     def __init__(self, error: Exception | None) -> None:
         self.error = error
 
-    def __call__(self, *_: Any, providers: list[Any], enable_fallback: int) -> Any:
+    def __call__(self, *_: Any, providers: list[Any], enable_fallback: int, disabled_optimizers: list[str]) -> Any:
         assert enable_fallback == 0
+        assert disabled_optimizers == ["MatMulNBitsFusion"]
         assert providers == [("CUDAExecutionProvider", {}), "CPUExecutionProvider"]
         if self.error is not None:
             raise self.error
