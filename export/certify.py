@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from graphport.export.bundle import write_graph
-from graphport.export.graph_pass import CompilePlan
+from graphport.export.calibrate_cache import cache_scales, round_rows
+from graphport.export.graph_pass import CacheScales, CompilePlan
 from graphport.export.graph_runner import GraphRunner
 from graphport.export.parity import Check, check, compare
 from graphport.export.parity_text import PARITY_TEXT
@@ -84,10 +85,7 @@ def _check_exported(
 def _check_fused(
     exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
 ) -> tuple[Check, ...]:
-    fused = exported.clone()
-    compile_graph(fused, dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32")))
-    write_graph(fused, folder)
-    runner = GraphRunner(folder / GRAPH_FILE, plan.config)
+    runner = _fused_twin(exported, plan, folder)
     whole = compare(reference, runner.logits(ids))
     sizes = pieces(len(ids))
     chunked = compare(reference, runner.logits(ids, chunks=sizes))
@@ -99,6 +97,19 @@ def _check_fused(
     )
 
 
+def _fused_twin(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool = False) -> GraphRunner:
+    """The graph with the plan's fusions in float32 with a float cache, written to `folder`, on the CPU."""
+    twin = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), cache=None)
+    return _compiled(exported, twin, folder, optimize=optimize)
+
+
+def _compiled(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool) -> GraphRunner:
+    graph = exported.clone()
+    compile_graph(graph, plan)
+    write_graph(graph, folder)
+    return GraphRunner(folder / GRAPH_FILE, plan.config, optimize=optimize)
+
+
 def certify_bundle(
     folder: Path, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32]
 ) -> tuple[Check, ...]:
@@ -107,11 +118,47 @@ def certify_bundle(
     difference = compare(reference, runner.logits(ids))
     if plan.precision.weight_bits is None:
         return (check("compiled", "max_abs", f"{len(ids)} tokens, as shipped", difference),)
+    whole = check(plan.precision.name, "kl", f"{len(ids)} tokens at once", difference)
+    if plan.cache is not None:  # what chunks and steps then read is `certify_cache`'s
+        return (whole,)
     steps = compare(reference, runner.logits(ids, chunks=pieces(len(ids))))
-    return (
-        check(plan.precision.name, "kl", f"{len(ids)} tokens at once", difference),
-        check(plan.precision.name, "kl", f"{len(ids)} tokens in chunks and steps", steps),
-    )
+    return (whole, check(plan.precision.name, "kl", f"{len(ids)} tokens in chunks and steps", steps))
+
+
+def calibrate_cache(
+    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], *, folder: Path
+) -> tuple[CacheScales, ...]:
+    """Scales of the plan's cache format from what the fused float32 graph caches for `ids`; uses `folder`'s parent.
+
+    That graph and not the module: smoothing changes the size of the values. Raises TargetError.
+    """
+    assert plan.cache is not None
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
+        caches = _fused_twin(exported, plan, Path(name)).caches(ids)
+    return cache_scales(caches, plan.config, plan.cache)
+
+
+def certify_cache(exported: ir.Model, plan: CompilePlan, ids: Sequence[int], *, folder: Path) -> tuple[Check, ...]:
+    """Compare the quantised cache of the bundle in `folder` with a float cache and the same weights.
+
+    The first half of the text is one piece; what is compared comes after it, in chunks and steps that read rounded
+    rows. What another target computes is played on the CPU: the fused float32 graph, its rows rounded when stored.
+    """
+    cache = plan.cache
+    assert cache is not None
+    first = len(ids) // 2
+    chunks = (first, *pieces(len(ids) - first))
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
+        if plan.target is CPU:
+            exact = _compiled(exported, dataclasses.replace(plan, cache=None), Path(name), optimize=True)
+            found = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True).logits(ids, chunks=chunks)
+        else:
+            exact = _fused_twin(exported, plan, Path(name), optimize=True)
+            scales = [scale for pair in plan.cache_scales for scale in pair]
+            found = exact.logits(ids, chunks=chunks, store=lambda i, rows: round_rows(rows, scales[i], cache))
+        wanted = exact.logits(ids, chunks=chunks)
+    what = f"{len(ids) - first} tokens against a float cache"
+    return (check(f"{cache.name} cache", "kl", what, compare(wanted[first:], found[first:])),)
 
 
 def pieces(length: int) -> tuple[int, ...]:

@@ -8,15 +8,24 @@ outputs.
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from graphport.export.targets import Precision, Target
+from graphport.export.targets import CacheFormat, Precision, Target
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import DType
 
 CONTRIB = "com.microsoft"
+
+
+class CacheScales(NamedTuple):
+    """What a quantised cache multiplies by, float32: [1], or [1, kv_heads, 1, head_dim] a channel."""
+
+    key: NDArray[np.float32]
+    value: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +33,7 @@ class CompilePlan:
     """What is compiled and for what.
 
     `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
+    `cache` None keeps the KV cache in the activations' type; else `cache_scales` has its scales, one pair a layer.
     """
 
     config: TransformerConfig
@@ -31,6 +41,13 @@ class CompilePlan:
     precision: Precision
     max_length: int
     activation_ranges: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    cache: CacheFormat | None = None
+    cache_scales: tuple[CacheScales, ...] = ()
+
+    @property
+    def cache_dtype(self) -> DType:
+        """Element type of the cache tensors."""
+        return self.precision.activations if self.cache is None else self.cache.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

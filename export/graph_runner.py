@@ -4,8 +4,9 @@ In: a graph file and token ids. Out: logits of every position. Plain and slow on
 Runtime's optimiser off unless asked for; the runtime proper is `graphport.runtime`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -24,6 +25,15 @@ from graphport.model_def.signature import (
 
 _ERRORS_ONLY = 3
 
+# What a cache holds where nothing was written: values that show in the logits of a graph that reads them.
+_UNWRITTEN: dict[str, tuple[type[np.generic], float]] = {
+    "tensor(float)": (np.float32, np.nan),
+    "tensor(int8)": (np.int8, -128),
+    "tensor(uint8)": (np.uint8, 255),
+}
+
+Caches = list[NDArray[Any]]
+
 
 class GraphRunner:
     """One session over a decoder graph on the CPU."""
@@ -34,10 +44,21 @@ class GraphRunner:
         level = ort.GraphOptimizationLevel
         options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
         self._session = ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
-        self._config = config
+        layers = range(config.num_layers)
+        self._cache_names = [name for layer in layers for name in (past_key(layer), past_value(layer))]
 
-    def logits(self, ids: Sequence[int], *, chunks: Sequence[int] = ()) -> NDArray[np.float32]:
-        """Logits [S, V] float32 of `ids` [S], fed in pieces of the given sizes, the rest in one piece."""
+    def logits(
+        self,
+        ids: Sequence[int],
+        *,
+        chunks: Sequence[int] = (),
+        store: Callable[[int, NDArray[Any]], NDArray[Any]] | None = None,
+    ) -> NDArray[np.float32]:
+        """Logits [S, V] float32 of `ids` [S], fed in pieces of the given sizes, the rest in one piece.
+
+        After each piece `store(index, rows)` may change the new rows [1, K, S, H] of the cache tensors, which are
+        numbered keys and values of layer 0, 1, ...
+        """
         past = self._empty_cache(len(ids))
         pieces: list[NDArray[np.float32]] = []
         start = 0
@@ -45,13 +66,18 @@ class GraphRunner:
             if size <= 0:
                 continue
             piece, past = self._step(ids[start : start + size], start, past)
+            if store is not None:
+                for index, cache in enumerate(past):
+                    cache[:, :, start : start + size] = store(index, cache[:, :, start : start + size])
             pieces.append(piece)
             start += size
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
-    def _step(
-        self, ids: Sequence[int], start: int, past: list[NDArray[np.float32]]
-    ) -> tuple[NDArray[np.float32], list[NDArray[np.float32]]]:
+    def caches(self, ids: Sequence[int]) -> Caches:
+        """Keys and values [1, K, S, H] of layer 0, 1, ... after `ids` [S] in one piece."""
+        return self._step(ids, 0, self._empty_cache(len(ids)))[1]
+
+    def _step(self, ids: Sequence[int], start: int, past: Caches) -> tuple[NDArray[np.float32], Caches]:
         total = start + len(ids)
         feed = {
             INPUT_IDS: np.array([ids], np.int64),
@@ -59,12 +85,14 @@ class GraphRunner:
             TOTAL_SEQUENCE_LENGTH: np.array(total, np.int32),
             LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
         }
-        for layer in range(self._config.num_layers):
-            feed[past_key(layer)], feed[past_value(layer)] = past[2 * layer : 2 * layer + 2]
-        logits, *present = self._session.run(None, feed)
+        logits, *present = self._session.run(None, feed | dict(zip(self._cache_names, past, strict=True)))
         return logits, present
 
-    def _empty_cache(self, capacity: int) -> list[NDArray[np.float32]]:
-        # NaN, so that a graph that reads what it never wrote shows
-        shapes = [(1, b.attention.num_kv_heads, capacity, b.attention.head_dim) for b in self._config.blocks]
-        return [np.full(shape, np.nan, np.float32) for shape in shapes for _ in range(2)]
+    def _empty_cache(self, capacity: int) -> Caches:
+        inputs = {node.name: node for node in self._session.get_inputs()}
+        caches = []
+        for name in self._cache_names:
+            _, heads, _, width = inputs[name].shape
+            dtype, unwritten = _UNWRITTEN[inputs[name].type]
+            caches.append(np.full((1, heads, capacity, width), unwritten, dtype))
+        return caches

@@ -20,6 +20,7 @@ def kernel_advice(model: ir.Model, plan: CompilePlan) -> tuple[str, ...]:
             layers.setdefault(reason, []).append(layer)
     attention = tuple(
         f"{_name_layers(found, plan.config.num_layers)}: decoding misses {plan.target.fast_decode.kernel}, {reason}"
+        + ("" if plan.cache is None else f"; the {plan.cache.name} cache is widened at every step")
         for reason, found in layers.items()
         if plan.target.fast_decode is not None
     )
@@ -33,8 +34,9 @@ def _slow_decode(attention: AttentionConfig, plan: CompilePlan) -> Iterator[str]
     if attention.head_dim not in fast.head_dims:
         yield f"head size {attention.head_dim} is not one of {_list(fast.head_dims)}"
     group = attention.num_heads // attention.num_kv_heads
-    if group not in fast.groups:
-        yield f"{group} query heads share a key/value head, which is not one of {_list(fast.groups)}"
+    groups = fast.groups if plan.cache is None else fast.quantised_groups
+    if group not in groups:
+        yield f"{group} query heads share a key/value head, which is not one of {_list(groups)}"
     if attention.softcap is not None:
         yield f"scores are capped at {attention.softcap:g}"
 

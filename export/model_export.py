@@ -23,14 +23,22 @@ from graphport.export.calibrate import (
     activation_peaks,
     activation_ranges,
 )
-from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids, text_ids
+from graphport.export.certify import (
+    calibrate_cache,
+    certify_bundle,
+    certify_cache,
+    certify_stages,
+    eager_logits,
+    parity_ids,
+    text_ids,
+)
 from graphport.export.fusion_report import fusion_account
 from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.source import SourceModel, open_source
-from graphport.export.targets import CPU, Precision, Target, TargetError, find_target
+from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
@@ -41,7 +49,6 @@ from graphport.model_def.signature import (
     MANIFEST_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
-    DType,
     Manifest,
     decoder_signature,
 )
@@ -51,7 +58,6 @@ CERTIFICATE_FORMAT = 1
 FLOAT16_MAX = 65504.0
 
 _LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
-_CACHE_TYPES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def export(
@@ -70,7 +76,8 @@ def export(
 ) -> Bundle:
     """Export `source`, a checkpoint, a Python function or a module, to the folder `out`.
 
-    `context` is the longest total length in tokens (None: what the model was made for). `require_fused` pins how
+    `kv_cache` is int8, int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest
+    total length in tokens (None: what the model was made for). `require_fused` pins how
     often a rule fires ("all": no candidate left). `progress` is told each stage as it begins. Raises ValueError
     subclasses, one line each: CheckpointError, ConfigError, TargetError, ExportError, FusionError, ParityError,
     BundleError. Nothing is left at `out` after a failure.
@@ -78,14 +85,14 @@ def export(
     out = Path(out)
     found_target = find_target(target)
     found_precision = found_target.precision(precision)
-    cache_dtype = _cache_dtype(kv_cache, found_precision.activations)
+    cache = found_target.cache_format(kv_cache, found_precision)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
     check_destination(out, force=force)
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
-    plan, notes = _plan(opened, found_target, found_precision, context=context, seed=seed)
+    plan, notes = _plan(opened, found_target, found_precision, cache, context=context, seed=seed)
 
     if found_precision.activations == "float16":
         progress("looking for activations beyond float16")
@@ -101,20 +108,30 @@ def export(
             reference = eager_logits(opened.model, ids)
             checks = certify_stages(exported, plan, ids, reference, folder=folder, observe=progress)
             require_passed(checks)
+        if cache is not None:
+            progress("calibrating the KV cache")
+            calibration = _calibration_ids(opened, max_length=plan.max_length, seed=seed)
+            scales = calibrate_cache(exported, plan, calibration, folder=folder)
+            plan = dataclasses.replace(plan, cache_scales=scales)
         progress("compiling the graph")
-        reports = compile_graph(exported, plan)
+        compiled = exported.clone()
+        reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
-        write_graph(exported, folder)
+        write_graph(compiled, folder)
         if verify and found_target is CPU:
             progress("parity of the bundle")
             checks += certify_bundle(folder, plan, ids, reference)
             require_passed(checks)
-        elif verify:
+        if verify and cache is not None:
+            progress("parity of the KV cache")
+            checks += certify_cache(exported, plan, ids, folder=folder)
+            require_passed(checks)
+        if verify and found_target is not CPU:
             notes += (f"the fused graph was checked on the CPU in fp32, not in {precision} on {target}",)
         progress("writing the bundle")
-        advice = kernel_advice(exported, plan)
-        account = fusion_account(reports, num_nodes=len(exported.graph), advice=advice)
-        manifest = _write_files(folder, opened, plan, cache_dtype, account, checks, verified=verify)
+        advice = kernel_advice(compiled, plan)
+        account = fusion_account(reports, num_nodes=len(compiled.graph), advice=advice)
+        manifest = _write_files(folder, opened, plan, account, checks, verified=verify)
     return Bundle(
         path=out,
         manifest=manifest,
@@ -125,18 +142,27 @@ def export(
 
 
 def _plan(
-    opened: SourceModel, target: Target, precision: Precision, *, context: int | None, seed: int
+    opened: SourceModel,
+    target: Target,
+    precision: Precision,
+    cache: CacheFormat | None,
+    *,
+    context: int | None,
+    seed: int,
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can decode, and notes."""
     config = opened.model.config
     max_length, notes = _context(config, context)
     check_can_decode(config, max_length)
+    if cache is not None:
+        _require_cache(config, target, cache)
     plan = CompilePlan(
         config=config,
         target=target,
         precision=precision,
         max_length=max_length,
         activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
+        cache=cache,
     )
     return plan, notes
 
@@ -154,9 +180,12 @@ def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, se
     """Activation ranges for the smoothing that precedes weight quantisation; none for float weights."""
     if precision.weight_bits is None:
         return {}
+    return activation_ranges(opened.model, _calibration_ids(opened, max_length=max_length, seed=seed))
+
+
+def _calibration_ids(opened: SourceModel, *, max_length: int, seed: int) -> list[int]:
     length = min(NUM_CALIBRATION_IDS, max_length)
-    ids = text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
-    return activation_ranges(opened.model, ids)
+    return text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
 
 
 def _require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -> None:
@@ -170,17 +199,12 @@ def _require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -
             )
 
 
-def _cache_dtype(kv_cache: str, activations: DType) -> DType:
-    if kv_cache == "auto":
-        return activations
-    if kv_cache not in _CACHE_TYPES:
-        raise TargetError(f"KV cache type {kv_cache!r} is not built yet; choose auto (here {activations})")
-    if _CACHE_TYPES[kv_cache] != activations:
-        raise TargetError(
-            f"KV cache type {kv_cache} with {activations} activations: the attention kernel needs one type for both; "
-            "choose auto"
-        )
-    return activations
+def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat) -> None:
+    """Refuse a quantised cache that a layer cannot read."""
+    for layer, block in enumerate(config.blocks):
+        limit = target.cache_limit(block.attention)
+        if limit is not None:
+            raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
 
 
 def _context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
@@ -199,7 +223,6 @@ def _write_files(
     folder: Path,
     opened: SourceModel,
     plan: CompilePlan,
-    cache_dtype: DType,
     account: dict[str, Any],
     checks: tuple[Check, ...],
     *,
@@ -220,7 +243,7 @@ def _write_files(
         precision=plan.precision.name,
         max_length=plan.max_length,
         config=plan.config,
-        signature=decoder_signature(plan.config, cache_dtype, samples=plan.target.samples_on_device),
+        signature=decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device),
         generation=opened.generation,
         source=opened.source,
         files=record_files(folder),

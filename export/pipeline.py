@@ -19,6 +19,7 @@ from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.pack_projections import pack_gate_up, pack_qkv
+from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
 from graphport.model_def.config import AttentionConfig, TransformerConfig
 
@@ -33,6 +34,7 @@ PASSES: tuple[GraphPass, ...] = (
     fuse_qk_norm,
     lower_norm,
     convert_floats,
+    quantize_cache,
     lower_linear,
     append_sampling,
     finish_graph,
@@ -49,6 +51,7 @@ RULES = (
     "qk_norm",
     "norm",
     "half_precision",
+    "kv_cache",
     "linear",
     "sampling",
 )
@@ -80,6 +83,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
         "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
+        "kv_cache": 0 if plan.cache is None else len(blocks),
         "sampling": int(plan.target.samples_on_device),
     }
 
@@ -87,6 +91,8 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
 def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
     """Whether the attention kernel of this target can take the q/k norm that the config asks for."""
     if not plan.target.qk_norm_inside or attention.qk_norm is None or attention.qk_norm.kind != "rms":
+        return False
+    if plan.cache is not None:  # see fuse_qk_norm
         return False
     if plan.target.attention_limit(attention) is not None:
         return False

@@ -31,12 +31,40 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheFormat:
+    """How a quantised KV cache holds a value: scale * q with q in `levels`, one scale a tensor or a channel.
+
+    `dtype` uint8 holds two 4-bit q a byte, the even element in the low nibble, each plus 8 (GroupQueryAttention's
+    kv_cache_bit_width 4).
+    """
+
+    name: str
+    dtype: DType
+    levels: tuple[float, float]
+    per_channel: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Width of q."""
+        return 4 if self.dtype == "uint8" else 8
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether q is rounded to whole numbers."""
+        return self.dtype != "float8e4m3fn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FastDecode:
-    """The fastest attention kernel for one new token a row, and what it takes: head sizes, query heads a kv head."""
+    """The fastest attention kernel for one new token a row, and what it takes: head sizes, query heads a kv head.
+
+    `quantised_groups`: the query heads a kv head that it takes with a quantised cache.
+    """
 
     kernel: str
     head_dims: tuple[int, ...]
     groups: tuple[int, ...]
+    quantised_groups: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +75,8 @@ class Target:
     it rotates. `accuracy_level` is MatMulNBits' (4: int8 activations a block; None: the kernel's own choice).
     `qk_norm_inside`: whether GroupQueryAttention norms query and key heads itself. `samples_on_device`: whether graphs
     reduce their logits to candidates (see `append_sampling.py`), because the host would have to fetch them.
+    `caches` are the quantised KV caches that it takes, up to heads of `largest_cached_head`. `float_prefill`: whether
+    steps of many tokens need a float attention of their own, because the kernel reads a quantised cache slowly.
     `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
     misses them runs on slower ones.
     """
@@ -54,11 +84,14 @@ class Target:
     name: str
     provider: str
     precisions: tuple[Precision, ...]
+    caches: tuple[CacheFormat, ...]
     head_multiple: int
     rotary_multiple: int
     accuracy_level: int | None
     qk_norm_inside: bool
     samples_on_device: bool
+    float_prefill: bool
+    largest_cached_head: int | None = None
     fast_decode: FastDecode | None = None
     fast_rows: tuple[tuple[int, int], ...] = ()
 
@@ -70,6 +103,33 @@ class Target:
         known = ", ".join(row.name for row in self.precisions)
         reason = _REFUSED.get((self.name, name), "unknown precision")
         raise TargetError(f"precision {name!r} on target {self.name}: {reason}; choose one of {known}")
+
+    def cache_format(self, name: str, precision: Precision) -> CacheFormat | None:
+        """The quantised cache called `name`, or None for a cache in the activations' type.
+
+        Raises TargetError with the reason for a refusal.
+        """
+        for cache in self.caches:
+            if cache.name == name:
+                return cache
+        activations = precision.activations
+        if name == "auto" or _FLOAT_CACHES.get(name) == activations:
+            return None
+        reason = _REFUSED_CACHES.get((self.name, name), "unknown type")
+        if name in _FLOAT_CACHES:
+            reason = f"a float cache has the activations' type, which is {activations} for precision {precision.name}"
+        known = ", ".join(["auto", *(cache.name for cache in self.caches)])
+        raise TargetError(f"KV cache type {name!r} on target {self.name}: {reason}; choose one of {known}")
+
+    def cache_limit(self, attention: AttentionConfig) -> str | None:
+        """Why this attention cannot read a quantised cache, or None when it can."""
+        limit = self.attention_limit(attention)
+        if limit is not None:
+            return f"{limit}, so attention runs as standard ops over a float cache"
+        largest = self.largest_cached_head
+        if largest is not None and attention.head_dim > largest:
+            return f"no kernel of target {self.name} reads a quantised cache with head_dim above {largest}"
+        return None
 
     def attention_limit(self, attention: AttentionConfig) -> str | None:
         """Why GroupQueryAttention cannot take this attention, or None when it can (rotary aside)."""
@@ -85,6 +145,10 @@ class Target:
         return None
 
 
+INT8_CACHE = CacheFormat(name="int8", dtype="int8", levels=(-128.0, 127.0))
+INT4_CACHE = CacheFormat(name="int4", dtype="uint8", levels=(-8.0, 7.0), per_channel=True)
+FP8_CACHE = CacheFormat(name="fp8", dtype="float8e4m3fn", levels=(-448.0, 448.0))
+
 CPU = Target(
     name="cpu",
     provider="CPUExecutionProvider",
@@ -93,11 +157,13 @@ CPU = Target(
         Precision(name="int8", activations="float32", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float32", weight_bits=4, table_bits=8),
     ),
+    caches=(INT8_CACHE, INT4_CACHE),
     head_multiple=8,
     rotary_multiple=16,
     accuracy_level=4,
     qk_norm_inside=False,  # the CPU kernel accepts the inputs and fails when it is run
     samples_on_device=False,
+    float_prefill=True,
 )
 
 CUDA = Target(
@@ -109,12 +175,17 @@ CUDA = Target(
         Precision(name="int8", activations="float16", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float16", weight_bits=4, table_bits=8),
     ),
+    caches=(INT8_CACHE, FP8_CACHE),
     head_multiple=8,
     rotary_multiple=16,
     accuracy_level=4,  # no CUDA kernel reads it; on the CPU 8-bit products without it are some 400 times slower
     qk_norm_inside=True,
     samples_on_device=True,
-    fast_decode=FastDecode(kernel="XQA", head_dims=(64, 128, 256), groups=(1, 2, 4, 5, 8, 16, 32)),
+    float_prefill=False,  # the kernel prefills in half precision and quantises what it stores
+    largest_cached_head=256,
+    fast_decode=FastDecode(
+        kernel="XQA", head_dims=(64, 128, 256), groups=(1, 2, 4, 5, 8, 16, 32), quantised_groups=(4, 8, 16, 32)
+    ),
     fast_rows=((4, 64), (8, 32)),
 )
 
@@ -126,6 +197,13 @@ _REFUSED = {
     ("cpu", "bf16"): "the CPU provider has no bfloat16 kernels (a bf16 checkpoint exports as fp32, int8 or int4)",
     ("cpu", "fp16"): "the CPU provider widens float16 to float32, which costs twice the memory and gains nothing",
     ("cuda", "fp32"): "the CUDA provider has no float32 GroupQueryAttention and would run it on the CPU",
+}
+
+_FLOAT_CACHES: dict[str, DType] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+_REFUSED_CACHES = {
+    ("cpu", "fp8"): "the CPU provider's attention has no float8 cache",
+    ("cuda", "int4"): "the CUDA provider would dequantise the whole cache at every step",
 }
 
 

@@ -38,6 +38,7 @@ def verify(
         target=target,
         precision=target.precision(manifest.precision),
         max_length=manifest.max_length,
+        cache=next((cache for cache in target.caches if cache.dtype == manifest.cache_dtype), None),
     )
     tokenizer = folder / TOKENIZER_FILE
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else None
@@ -45,8 +46,7 @@ def verify(
     progress("one piece against chunks and steps")
     runner = GraphRunner(folder / GRAPH_FILE, manifest.config, optimize=True)
     whole, parts = runner.logits(ids), runner.logits(ids, chunks=pieces(len(ids)))
-    stage, figure = ("compiled", "max_abs") if plan.precision.weight_bits is None else (plan.precision.name, "kl")
-    checks.append(check(stage, figure, f"{len(ids)} tokens, chunks and steps against one piece", compare(whole, parts)))
+    checks.append(check(*_stage(plan), f"{len(ids)} tokens, chunks and steps against one piece", compare(whole, parts)))
     if against is not None:
         progress("eager PyTorch against the bundle")
         opened = open_source(against, seed=0)
@@ -54,6 +54,13 @@ def verify(
             raise TargetError(f"{against} is another model than {folder}: their configurations differ")
         checks += certify_bundle(folder, plan, ids, eager_logits(opened.model, ids))
     return tuple(checks)
+
+
+def _stage(plan: CompilePlan) -> tuple[str, str]:
+    """Stage and figure whose tolerance bounds how far chunks and steps may be from one piece."""
+    if plan.cache is not None:
+        return f"{plan.cache.name} cache", "kl"
+    return ("compiled", "max_abs") if plan.precision.weight_bits is None else (plan.precision.name, "kl")
 
 
 def _hash_check(folder: Path, manifest: Manifest) -> Check:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
 
-DType = Literal["float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8"]
+DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
 
@@ -90,8 +90,8 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32",
     `input_ids` int64 [batch, sequence]; `seqlens_k` int32 [batch], tokens of the row after the step minus one;
     `total_sequence_length` int32 scalar, an upper bound of the rows' lengths after the step, equal to `sequence`
     exactly when nothing is cached yet; `logits_rows` int64 [rows], indices into the flattened [batch * sequence]
-    hidden states; caches [batch, kv_heads, capacity, head_dim]. `logits` float32 [rows, vocab]. With `samples` the
-    outputs end with those of `sample_outputs`.
+    hidden states; caches [batch, kv_heads, capacity, head_dim], or half of head_dim in uint8, which holds two 4-bit
+    values a byte. `logits` float32 [rows, vocab]. With `samples` the outputs end with those of `sample_outputs`.
     (The contract of ONNX Runtime's GroupQueryAttention with a static cache.)
     """
     inputs = [
@@ -102,7 +102,8 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32",
     ]
     outputs = [TensorSpec(name=LOGITS, dtype="float32", shape=("rows", config.vocab_size))]
     for layer, block in enumerate(config.blocks):
-        shape = ("batch", block.attention.num_kv_heads, "capacity", block.attention.head_dim)
+        width = block.attention.head_dim // (2 if cache_dtype == "uint8" else 1)
+        shape = ("batch", block.attention.num_kv_heads, "capacity", width)
         for name in (past_key(layer), past_value(layer)):
             inputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
         for name in (present_key(layer), present_value(layer)):

@@ -12,11 +12,12 @@ from numpy.typing import DTypeLike, NDArray
 from graphport.model_def.signature import DType
 from graphport.runtime.cuda_runtime import CudaRuntime
 
-# numpy has no bfloat16; its bits travel as uint16 and the graph is told the element type by number.
+# numpy has no bfloat16 and no float8; their bits travel as integers and the graph is told the element type by number.
 NUMPY_DTYPES: dict[DType, DTypeLike] = {
     "float32": np.float32,
     "float16": np.float16,
     "bfloat16": np.uint16,
+    "float8e4m3fn": np.uint8,
     "int64": np.int64,
     "int32": np.int32,
     "int8": np.int8,

@@ -26,8 +26,10 @@ _DRIVER = 580  # the first series of drivers for CUDA 13 on Linux
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
-# It would move a bias into MatMulNBits, whose compact GEMM takes none: the node would be left to a slower kernel.
-_CUDA_DISABLED_OPTIMIZERS = ("MatMulNBitsFusion",)
+# The first would move a bias into MatMulNBits, whose compact GEMM takes none: the node would be left to a slower kernel.
+# The second would move the norms of query and key heads into attention, where they bar the fast kernel for quantised
+# caches; where they belong there, the exporter has put them there.
+CUDA_DISABLED_OPTIMIZERS = ("MatMulNBitsFusion", "GroupQueryAttentionPreNormFusion")
 
 # ONNX Runtime's errors derive from Exception directly and share no base class of their own.
 ORT_ERRORS: tuple[type[Exception], ...] = (
@@ -101,7 +103,7 @@ def open_inference_session(
 ) -> Any:  # noqa: ANN401 - ORT is untyped
     """Open `graph` on `device`. Raises DeviceError unless ONNX Runtime really took the device, else its own errors."""
     providers: list[Any] = [_CPU] if device == "cpu" else [(_CUDA, dict(provider_options)), _CPU]
-    disabled = _CUDA_DISABLED_OPTIMIZERS if device == "cuda" else ()
+    disabled = CUDA_DISABLED_OPTIMIZERS if device == "cuda" else ()
     try:
         session = onnxruntime.InferenceSession(
             str(graph), options, providers=providers, enable_fallback=0, disabled_optimizers=list(disabled)

@@ -67,16 +67,30 @@ class Engine:
     def _prefill(self) -> None:
         budget = self._prefill_chunk
         while budget > 0 and (sequence := self.scheduler.next_prefill()) is not None:
-            budget -= self._run_chunk(sequence, budget)
+            ids, rows = self._next_chunk(sequence)
+            if len(ids) > budget:
+                return
+            self._run_chunk(sequence, ids, rows)
+            # logits of many positions take it all: their owner can read them before the next step makes more
+            budget -= len(ids) if rows is None else budget
 
-    def _run_chunk(self, sequence: Sequence, budget: int) -> int:
-        """Run the next part of a prompt, at batch 1 on its slot; returns what it took of the budget.
+    def _next_chunk(self, sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.
 
-        Logits of many positions take it all: their owner can read them before the next step makes more.
+        None asks for the last one at most. A part begins and ends wherever it would if the prompt were alone: over a
+        quantised cache, results depend on that.
         """
+        begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
+        if first is None:
+            return sequence.prompt_ids[begin : begin + self._prefill_chunk], None
+        before = max(first - begin, 0)
+        ids = sequence.prompt_ids[begin : begin + min(self._prefill_chunk, before + self._scoring_chunk)]
+        return ids, np.arange(before, len(ids)) if before < len(ids) else None
+
+    def _run_chunk(self, sequence: Sequence, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
+        """Run `ids` [S] of a prompt, at batch 1 on its slot."""
         slot = self.scheduler.prefill_slot
         begin = int(self.cache.lengths[slot])
-        ids, rows = self._next_chunk(sequence, begin, budget)
         try:
             # room for the whole prompt and a token after it: the cache grows, or refuses, once and before the work
             room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
@@ -93,18 +107,6 @@ class Engine:
             self.scheduler.remove(sequence)
         elif is_last:
             self.scheduler.start_decoding()
-        return len(ids) if rows is None else budget
-
-    def _next_chunk(
-        self, sequence: Sequence, begin: int, budget: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Ids [S] of a prompt from `begin` on, and which of them [R] are asked for logits; None: the last at most."""
-        first = sequence.first_row
-        if first is None:
-            return sequence.prompt_ids[begin : begin + budget], None
-        before = max(first - begin, 0)
-        ids = sequence.prompt_ids[begin : begin + min(budget, before + self._scoring_chunk)]
-        return ids, np.arange(before, len(ids)) if before < len(ids) else None
 
     def _decode(self) -> None:
         rows = list(self.scheduler.decoding)

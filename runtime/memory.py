@@ -15,6 +15,7 @@ ELEMENT_BYTES: dict[DType, int] = {
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
+    "float8e4m3fn": 1,
     "int64": 8,
     "int32": 4,
     "int8": 1,

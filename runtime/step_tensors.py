@@ -43,6 +43,7 @@ ELEMENT_TYPES: dict[DType, int] = {
     "int64": 7,
     "float16": 10,
     "bfloat16": 16,
+    "float8e4m3fn": 17,
 }
 
 

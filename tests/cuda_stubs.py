@@ -17,6 +17,8 @@ from pathlib import Path
 
 import onnxruntime
 
+from graphport.runtime.device import CUDA_DISABLED_OPTIMIZERS
+
 _PROVIDER = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
 _SOURCE = Path(__file__).with_suffix(".c")
 _NO_SYMBOLS = ("libcurand.so.10",)  # needed by name, though no symbol of it is
@@ -34,17 +36,19 @@ _OURS = (
     "cudaStreamDestroy",
 )
 
-# One line of JSON [graph, provider options] in, one line out: the nodes of the session, or the error.
+# One line of JSON [graph, disabled optimisers, provider options] in, one line out: the session's nodes, or the error.
 _PLACE = """
 import collections, json, sys
 import onnxruntime as ort
 
-def place(graph, provider_options):
+def place(graph, disabled, provider_options):
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     provider = ("CUDAExecutionProvider", provider_options)
-    session = ort.InferenceSession(graph, options, providers=[provider], enable_fallback=0)
+    session = ort.InferenceSession(
+        graph, options, providers=[provider], enable_fallback=0, disabled_optimizers=disabled
+    )
     assert session.get_providers()[0] == "CUDAExecutionProvider", session.get_providers()
     parts = session.get_provider_graph_assignment_info()
     return collections.Counter(f"{part.ep_name}:{node.op_type}" for part in parts for node in part.get_nodes())
@@ -115,13 +119,14 @@ class Placer:
         )
 
     def place(self, graph: Path, **provider_options: str) -> Placement:
-        """Where ONNX Runtime puts the nodes of `graph`.
+        """Where ONNX Runtime, with the runtime's choice of optimisers, puts the nodes of `graph`.
 
         Raises AssertionError with the provider's message when it refuses the graph or the options.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([str(graph), provider_options]) + "\n")
+        request = [str(graph), list(CUDA_DISABLED_OPTIMIZERS), provider_options]
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline() or '{"error": "the process died"}')
         assert "error" not in answer, answer["error"]

@@ -39,6 +39,7 @@ TOLERANCES: Mapping[tuple[str, str], float] = MappingProxyType(
         ("int8 for both targets", "float16"): 1.0,  # 0.69; broken 22
         ("int4 for both targets", "float16"): 2.0,  # 1.55; broken 23
         ("quantised, exact activations", "float32"): 1e-4,  # 2.1e-5; unrounded weights 1.4
+        ("rounded cache", "float32"): 1e-4,  # 3.3e-5; rows that are not rounded 0.24
         # the runtime on a bundle built by hand, against NumPy in double precision
         ("tiny bundle", "float32"): 1e-4,  # 3e-5; broken 9.0 (positions shifted by one)
         # a bundle on its device against eager in float32: a floor under twice what eager in that precision loses there

@@ -4,6 +4,7 @@ Every kind of tiny model is placed in test_parity_stages.py, which has traced it
 """
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tiny_models import tiny_configs, tiny_model
 from graphport.export.model_export import export
 from graphport.export.pipeline import PASSES
 from graphport.export.targets import CUDA, TargetError
-from graphport.model_def.signature import GRAPH_FILE
+from graphport.model_def.signature import FUSIONS_FILE, GRAPH_FILE
 
 CONFIGS = tiny_configs()
 PRECISIONS = [precision.name for precision in CUDA.precisions]
@@ -61,6 +62,33 @@ def test_every_node_of_smollm2_is_placed_on_cuda(
 
 def test_capture_as_a_cuda_graph_is_accepted(graph: Graphs, cuda: cuda_stubs.Placer) -> None:
     assert cuda.place(graph("qk_norm", "fp16"), enable_cuda_graph="1").cpu == {}
+
+
+@pytest.mark.parametrize("kv_cache", [cache.name for cache in CUDA.caches])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_quantised_cache_is_placed_on_cuda_and_accepted_for_capture(
+    precision: str, kv_cache: str, tmp_path: Path, cuda: cuda_stubs.Placer
+) -> None:
+    model = tiny_model(CONFIGS["grouped_query"])
+    bundle = export(model, tmp_path / "b", target="cuda", precision=precision, kv_cache=kv_cache, verify=False)
+    placement = cuda.place(bundle.path / GRAPH_FILE, enable_cuda_graph="1")
+    assert placement.cpu == {}
+    assert placement.cuda["GroupQueryAttention"] == 2
+
+
+def test_norms_of_heads_stay_outside_an_attention_with_a_quantised_cache(
+    tmp_path: Path, cuda: cuda_stubs.Placer
+) -> None:
+    model = tiny_model(CONFIGS["qk_norm"])
+    bundle = export(model, tmp_path / "bundle", target="cuda", precision="fp16", kv_cache="int8", verify=False)
+    assert bundle.fusions["qk_norm"] == 0
+    placement = cuda.place(bundle.path / GRAPH_FILE)
+    assert placement.cuda["SimplifiedLayerNormalization"] == 1 + 2 * 2  # the first, and two a layer
+    account = json.loads((bundle.path / FUSIONS_FILE).read_text(encoding="utf-8"))
+    (rule,) = [rule for rule in account["rules"] if rule["rule"] == "qk_norm"]
+    assert [(miss["check"], miss["found"]) for miss in rule["missed"]] == [
+        ("the KV cache is not quantised", "int8")
+    ] * 2
 
 
 def test_attention_takes_packed_heads_and_their_norms(graph: Graphs) -> None:

@@ -17,8 +17,17 @@ def config_of(num_heads: int, num_kv_heads: int, head_dim: int, softcap: float |
     return decoder(block(of=heads), block(of=heads))
 
 
-def advice_of(config: TransformerConfig, folder: Path, *, target: str = "cuda", precision: str = "fp16") -> list[str]:
-    bundle = export(tiny_model(config), folder / "bundle", target=target, precision=precision, verify=False)
+def advice_of(
+    config: TransformerConfig,
+    folder: Path,
+    *,
+    target: str = "cuda",
+    precision: str = "fp16",
+    kv_cache: str = "auto",
+) -> list[str]:
+    bundle = export(
+        tiny_model(config), folder / "bundle", target=target, precision=precision, kv_cache=kv_cache, verify=False
+    )
     account = json.loads((bundle.path / FUSIONS_FILE).read_text())
     assert list(bundle.notes)[-len(account["advice"]) :] == account["advice"] or not account["advice"]
     advice: list[str] = account["advice"]
@@ -49,6 +58,13 @@ def test_capped_scores_miss_it_too(tmp_path: Path) -> None:
     assert advice_of(config_of(4, 2, 64, softcap=5.0), tmp_path) == [
         "every layer: decoding misses XQA, scores are capped at 5"
     ]
+
+
+def test_a_quantised_cache_narrows_the_groups_and_costs_more_where_they_are_missed(tmp_path: Path) -> None:
+    assert advice_of(config_of(8, 2, 64), tmp_path / "four", kv_cache="int8") == []
+    (line,) = advice_of(config_of(4, 2, 64), tmp_path / "two", kv_cache="int8")
+    assert line.startswith("every layer: decoding misses XQA, 2 query heads share a key/value head")
+    assert line.endswith("not one of 4, 8, 16, 32; the int8 cache is widened at every step")
 
 
 def test_layers_that_differ_are_listed(tmp_path: Path) -> None:

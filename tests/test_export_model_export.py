@@ -134,16 +134,30 @@ def test_targets_are_found_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_cache", "reason"),
+    ("target", "precision", "kv_cache", "reason"),
     [
-        ("int8", "KV cache type 'int8' is not built yet; choose auto"),
-        ("fp16", "KV cache type fp16 with float32 activations: .*choose auto"),
-        ("nonsense", "'nonsense' is not built yet"),
+        (
+            "cpu",
+            "int8",
+            "fp8",
+            "'fp8' on target cpu: the CPU provider's attention has no float8 cache; choose one of auto",
+        ),
+        ("cpu", "fp32", "fp16", "a float cache has the activations' type, which is float32 for precision fp32; choose"),
+        ("cpu", "int8", "nonsense", "'nonsense' on target cpu: unknown type; choose one of auto, int8, int4"),
+        (
+            "cuda",
+            "fp16",
+            "int4",
+            "'int4' on target cuda: .*dequantise the whole cache at every step; choose .*int8, fp8",
+        ),
+        ("cuda", "bf16", "fp16", "which is bfloat16 for precision bf16"),
     ],
 )
-def test_a_cache_type_that_cannot_be_is_refused(kv_cache: str, reason: str, tmp_path: Path) -> None:
+def test_a_cache_type_that_cannot_be_is_refused(
+    target: str, precision: str, kv_cache: str, reason: str, tmp_path: Path
+) -> None:
     with pytest.raises(TargetError, match=reason):
-        export("any", tmp_path / "out", kv_cache=kv_cache)
+        export("any", tmp_path / "out", target=target, precision=precision, kv_cache=kv_cache)
 
 
 @pytest.mark.usefixtures("cached")

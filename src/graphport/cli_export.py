@@ -17,7 +17,7 @@ from graphport.model_def.signature import TOKENIZER_FILE
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf"]
-CacheType = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4"]
+CacheType = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 
 
 def export(

@@ -22,6 +22,8 @@ from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manife
 if TYPE_CHECKING:
     from graphport.runtime.evaluate import Evaluation
 
+_CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
+
 
 class Check(Protocol):
     """One comparison of a certificate, as the exporter returns it."""
@@ -108,7 +110,7 @@ def print_report(report: Report) -> None:
     for name, value in (
         ("target", manifest.target),
         ("precision", manifest.precision),
-        ("KV cache", manifest.cache_dtype),
+        ("KV cache", _CACHE_NAMES.get(manifest.cache_dtype, manifest.cache_dtype)),
         ("longest text", f"{manifest.max_length} tokens"),
         ("layers", str(manifest.config.num_layers)),
         ("vocabulary", str(manifest.config.vocab_size)),
