@@ -5,7 +5,7 @@
 #   PRECISION  fp32, fp16, bf16, int8, int4 or gguf          TARGET  cpu or cuda
 #   OUT        the bundle's folder                            PROMPT  what `make generate` asks
 #   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
-#   RESULTS    the file that `make bench` writes
+#   RESULTS    the table that `make bench` and `make bench-peers` write, with a picture and the data beside it
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -25,7 +25,7 @@ name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(name))
 name := $(name)$(if $(filter-out int8,$(PRECISION)),-$(PRECISION))$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
 OUT = build/$(name)
 
-RESULTS = build/bench-$(notdir $(out)).md
+RESULTS = build/$@-$(notdir $(out)).md
 
 bin := .venv/bin
 installed := .venv/.installed
@@ -56,7 +56,7 @@ endif
 .PHONY: help
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
-		printf '  make %-10s %s\n' "$$target" "$$text"; done
+		printf '  make %-13s %s\n' "$$target" "$$text"; done
 
 .PHONY: setup
 setup: $(installed) ## create .venv with the exact versions of constraints.txt
@@ -121,10 +121,20 @@ verify: $(missing) ## re-run the bundle's certificate on this machine
 	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); fi; \
 		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
 
+compare = @if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
+	$(bin)/python benchmarks/compare.py "$$source" $(out) --out $(RESULTS)
+
 .PHONY: bench
 bench: $(missing) ## time the bundle against transformers eager, in one run; writes RESULTS
-	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
-		$(bin)/python benchmarks/against_transformers.py $(out) "$$source" --out $(RESULTS)
+	$(compare) --peers none
+
+.PHONY: bench-peers
+bench-peers: $(missing) ## the same with llama.cpp and onnxruntime-genai, installed in build/peers
+	$(compare)
+
+.PHONY: bench-growth
+bench-growth: $(installed) ## decode time against context and model width; writes build/bench-growth.md
+	@$(bin)/python benchmarks/growth.py --out build/bench-growth.md
 
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
@@ -153,6 +163,7 @@ lint: $(installed) ## check format and lint rules (ruff)
 .PHONY: types
 types: $(installed) ## check types (mypy, strict)
 	$(bin)/mypy
+	$(bin)/mypy benchmarks/*.py
 
 .PHONY: imports
 imports: $(installed) ## check the direction of imports (import-linter)
