@@ -59,7 +59,8 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
     sizes = {name: reply["vocab_size"] for name, reply in opened.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the models differ in vocabulary, so they are not the same model: {sizes}")
-    fidelities = _fidelities(systems, arguments)
+    english = _english(arguments.bundles)
+    fidelities = _fidelities(systems, english, threads=arguments.threads)
     costs = {} if arguments.no_export else _export_costs(systems, arguments)
     plan = Plan(
         systems=systems,
@@ -89,7 +90,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         command=f"python {shlex.join(sys.argv)}",
         threads=arguments.threads,
         new_tokens=arguments.new_tokens,
-        fidelity_tokens=FIDELITY_TOKENS,
+        fidelity_tokens=len(english),
         max_others=arguments.max_others,
         redone=quiet.redone,
         reference=REFERENCE,
@@ -120,17 +121,22 @@ def _bundle_name(bundle: Path) -> str:
     return f"graphport {bundle.name}"
 
 
-def _fidelities(systems: dict[str, System], arguments: argparse.Namespace) -> dict[str, Fidelity]:
-    """How close each system but the reference comes to it, on the same tokens of English."""
-    ids = Tokenizer.load(arguments.bundles[0]).encode(PARITY_TEXT)[:FIDELITY_TOKENS]
+def _english(bundles: list[Path]) -> list[int]:
+    """Tokens of the parity text, as many as every bundle holds."""
+    longest = min(open_bundle(bundle).manifest.max_length for bundle in bundles)
+    return Tokenizer.load(bundles[0]).encode(PARITY_TEXT)[: min(FIDELITY_TOKENS, longest - 1)]
+
+
+def _fidelities(systems: dict[str, System], ids: list[int], *, threads: int) -> dict[str, Fidelity]:
+    """How close each system but the reference comes to it on the same tokens."""
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference.npy"
-        write_logits(systems[REFERENCE], ids, reference, threads=arguments.threads)
+        write_logits(systems[REFERENCE], ids, reference, threads=threads)
         found = {}
         for name, system in systems.items():
             if name != REFERENCE:
                 file = Path(folder) / "candidate.npy"
-                write_logits(system, ids, file, threads=arguments.threads)
+                write_logits(system, ids, file, threads=threads)
                 difference = compare(np.load(reference, mmap_mode="r"), np.load(file, mmap_mode="r"))
                 found[name] = Fidelity(kl=difference.kl, top1=difference.top1)
     return found

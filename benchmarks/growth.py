@@ -34,7 +34,7 @@ CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192)
 class Growth:
     """Milliseconds a new token by context length, and the line a + b * length through them (least squares).
 
-    `b` is in microseconds a cached token, `deviation` the largest distance from the line relative to the line.
+    `b` is in microseconds a cached token, `deviation` the largest distance from the line relative to the time.
     """
 
     times: Mapping[int, float]
@@ -57,7 +57,7 @@ def growth(runs: list[Run]) -> Growth:
         times=times,
         a=float(start),
         b=float(slope) * 1000,
-        deviation=max(abs(times[length] - line[length]) / line[length] for length in times),
+        deviation=float(max(abs(times[length] - line[length]) / times[length] for length in times)),
     )
 
 
@@ -114,7 +114,7 @@ def _markdown(found: Mapping[int, Growth], arguments: argparse.Namespace) -> str
         f"Command: `python {shlex.join(sys.argv)}`, commit {commit()}.",
         "",
         f"Milliseconds a new token after a prompt of that many tokens: median of {arguments.rounds} interleaved rounds "
-        f"of {NEW_TOKENS} tokens, batch 1. Models: {growth_models.LAYERS} layers, random weights in int8, float32 cache, "
+        f"of {NEW_TOKENS} tokens, batch 1. Models: {growth_models.LAYERS} layers, random int8 weights, float32 cache, "
         f"heads of {growth_models.HEAD_DIM}, one KV head for {growth_models.QUERIES_PER_KV_HEAD}. The line is "
         "a + b * length by least squares.",
         "",

@@ -24,8 +24,8 @@ class Graphport:
     def tokens(self, prompt: list[int], count: int) -> Iterator[int]:
         params = self._params(max_new_tokens=count, temperature=0.0, ignore_eos=True)
         for event in self._lm.stream(prompt, params):
-            assert event.token_id is not None  # only a request for nothing has such an event
-            yield event.token_id
+            if event.token_id is not None:  # it is where there is no room for a new token
+                yield event.token_id
 
     def logits(self, ids: list[int]) -> NDArray[np.float32]:
         return self._lm.logits([ids])[0]

@@ -124,4 +124,5 @@ class CpuTimes:
         """Share of the machine's CPU time since `before` that went to anything but the process."""
         available = self.available - before.available
         others = (self.busy - before.busy) - (self.own - before.own)
-        return max(others, 0.0) / available if available > 0 else 0.0
+        # the clocks of cores and processes do not tick together
+        return min(max(others / available, 0.0), 1.0) if available > 0 else 0.0

@@ -5,6 +5,7 @@ runs in the environment of the system, so it needs NumPy alone; it compares noth
 """
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -75,7 +76,7 @@ def _take_stdout() -> TextIO:
 def _run(system: System, *, prompt: list[int], new_tokens: int) -> Reply:
     begin = time.perf_counter()
     stream = system.tokens(prompt, new_tokens)
-    ids = [next(stream)]
+    ids = list(itertools.islice(stream, 1))
     first = time.perf_counter()
     ids += stream
     end = time.perf_counter()
