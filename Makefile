@@ -5,7 +5,7 @@
 #   PRECISION  fp32, fp16, bf16, int8, int4 or gguf          TARGET  cpu or cuda
 #   OUT        the bundle's folder                            PROMPT  what `make generate` asks
 #   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
-#   RESULTS    the table that `make bench` and `make bench-peers` write, with a picture and the data beside it
+#   RESULTS    the table that `make bench...` writes; a picture and the data come beside it
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -133,12 +133,14 @@ bench-peers: $(missing) ## the same with llama.cpp and onnxruntime-genai, instal
 	$(compare)
 
 .PHONY: bench-growth
-bench-growth: $(installed) ## decode time against context and model width; writes build/bench-growth.md
-	@$(bin)/python benchmarks/growth.py --out build/bench-growth.md
+bench-growth: $(installed) ## decode time against context and model width; writes RESULTS
+	$(bin)/python benchmarks/growth.py --out $(RESULTS)
 
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
-	$(bin)/python benchmarks/gpu.py --work build --out $(if $(filter command line,$(origin RESULTS)),$(RESULTS),build/bench-gpu.md)
+	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS)
+
+bench-growth bench-gpu: RESULTS = build/$@.md
 
 # A file stays with one worker, so that what its tests share (an exported model) is made once.
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
