@@ -13,17 +13,19 @@ import datetime
 import shlex
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from comparison import Comparison, ExportCost, Facts, Fidelity
-from comparison_plot import write_plot
+from comparison_plot import new_figure, write_plot
 from comparison_report import markdown
 from machine import commit, describe_machine
 from options import add_shared_options, count, lengths
 from peer_environments import environment, genai_model
-from peer_process import PeerError, System, started
-from rounds import Plan, Quiet, measure_rounds, measure_starts, open_once, write_logits
+from peer_process import PeerError, System
+from rounds import Plan, Quiet, ask_once, measure_rounds, measure_starts, opening, write_logits
 
 from graphport.export.parity import compare
 from graphport.export.parity_text import PARITY_TEXT
@@ -37,8 +39,10 @@ FIDELITY_TOKENS = 400
 def main() -> int:
     arguments = _arguments()
     try:
+        if arguments.out is not None:
+            new_figure(1, 1)  # fails now, not after the measurement
         result = _compare(arguments)
-    except (PeerError, ValueError, OSError) as error:
+    except (PeerError, ValueError, OSError, ImportError) as error:
         print(f"compare: error: {error}", file=sys.stderr)
         return 1
     text = markdown(result)
@@ -55,13 +59,12 @@ def main() -> int:
 def _compare(arguments: argparse.Namespace) -> Comparison:
     systems = {system.name: system for system in _systems(arguments)}
     context = max(arguments.prompts) + arguments.new_tokens
-    opened = {name: open_once(system, threads=arguments.threads, context=context) for name, system in systems.items()}
+    opened = {name: _open(system, threads=arguments.threads, context=context) for name, system in systems.items()}
     sizes = {name: reply["vocab_size"] for name, reply in opened.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the models differ in vocabulary, so they are not the same model: {sizes}")
     english = _english(arguments.bundles)
     fidelities = _fidelities(systems, english, threads=arguments.threads)
-    costs = {} if arguments.no_export else _export_costs(systems, arguments)
     plan = Plan(
         systems=systems,
         prompts=arguments.prompts,
@@ -71,6 +74,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         vocab_size=sizes[REFERENCE],
     )
     quiet = Quiet(max_others=arguments.max_others, patience_s=arguments.patience)
+    costs = {} if arguments.no_export else _export_costs(systems, arguments, quiet)
     starts, runs = measure_starts(plan, quiet), measure_rounds(plan, quiet)
     facts = {
         name: Facts(
@@ -99,6 +103,12 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         runs=tuple(runs),
         starts=tuple(starts),
     )
+
+
+def _open(system: System, *, threads: int, context: int) -> dict[str, Any]:
+    """What a system says of itself: `vocab_size`, `versions`. Its files are in the page cache from now on."""
+    reply, _ = ask_once(system, opening(system, threads=threads, context=context), threads=threads)
+    return reply
 
 
 def _systems(arguments: argparse.Namespace) -> list[System]:
@@ -142,20 +152,19 @@ def _fidelities(systems: dict[str, System], ids: list[int], *, threads: int) -> 
     return found
 
 
-def _export_costs(systems: dict[str, System], arguments: argparse.Namespace) -> dict[str, ExportCost]:
+def _export_costs(systems: dict[str, System], arguments: argparse.Namespace, quiet: Quiet) -> dict[str, ExportCost]:
     """Each bundle made once more from the source, at its precision."""
     costs = {}
     for bundle in arguments.bundles:
         name = _bundle_name(bundle)
         print(f"export: {name}", file=sys.stderr)
         precision = open_bundle(bundle).manifest.precision
+        request = {"command": "export", "source": str(arguments.source), "precision": precision}
         with tempfile.TemporaryDirectory(dir=bundle.resolve().parent) as folder:
-            source = str(arguments.source)
-            with started({name: systems[name]}, threads=arguments.threads) as workers:
-                read = workers[name].ask("read", source=source)
-            with started({name: systems[name]}, threads=arguments.threads) as workers:
-                export = workers[name].ask("export", source=source, out=f"{folder}/bundle", precision=precision)
-        costs[name] = ExportCost(export_s=export["export_s"], peak_bytes=export["peak_bytes"], read_s=read["read_s"])
+            export = quiet.measured(
+                partial(ask_once, systems[name], request | {"folder": folder}, threads=arguments.threads)
+            )
+        costs[name] = ExportCost(export_s=export["export_s"], peak_bytes=export["peak_bytes"], read_s=export["read_s"])
     return costs
 
 

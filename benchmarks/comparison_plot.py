@@ -5,14 +5,13 @@ plots need matplotlib.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from comparison import Comparison
 
-try:
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise SystemExit("error: the plot needs matplotlib; install it with: pip install 'graphport[bench]'") from error
 
 # Colour (dark to light, so that greys differ too), dash, marker.
 STYLES = (
@@ -25,9 +24,18 @@ STYLES = (
 )
 
 
+def new_figure(width: float, height: float) -> "Figure":
+    """An empty figure, in inches. Raises ImportError, naming the command that installs it, without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib; install it with: pip install 'graphport[bench]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
 def write_plot(result: Comparison, file: Path) -> None:
     """Tokens a second against the prompt's length: medians, and bars from the slowest to the fastest run."""
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = new_figure(11, 5)
     left, right = figure.subplots(1, 2)
     for axes, phase, title in ((left, result.decode, "decode"), (right, result.prefill, "prefill")):
         for index, name in enumerate(result.facts):
@@ -59,7 +67,7 @@ def _label(result: Comparison, name: str) -> str:
     return f"{name} (the reference)" if fidelity is None else f"{name} (KL {fidelity.kl:.2g})"
 
 
-def _finish(axes: Axes, title: str, lengths: list[int]) -> None:
+def _finish(axes: "Axes", title: str, lengths: list[int]) -> None:
     axes.set_title(title)
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(length) for length in lengths])

@@ -18,6 +18,7 @@ from pathlib import Path
 import growth_models
 import numpy as np
 from comparison import Run, spread
+from comparison_plot import new_figure
 from growth_plot import write_plot
 from machine import commit, describe_machine
 from options import add_shared_options, lengths
@@ -64,8 +65,10 @@ def growth(runs: list[Run]) -> Growth:
 def main() -> int:
     arguments = _arguments()
     try:
+        if arguments.out is not None:
+            new_figure(1, 1)  # fails now, not after the measurement
         runs = _measure(arguments)
-    except (PeerError, ValueError, OSError) as error:
+    except (PeerError, ValueError, OSError, ImportError) as error:
         print(f"growth: error: {error}", file=sys.stderr)
         return 1
     found = {width: growth([run for run in runs if run.system == _name(width)]) for width in growth_models.WIDTHS}

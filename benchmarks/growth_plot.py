@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from comparison_plot import STYLES
-from matplotlib.figure import Figure
+from comparison_plot import STYLES, new_figure
 
 if TYPE_CHECKING:
     from growth import Growth
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
 
 def write_plot(found: "Mapping[int, Growth]", file: Path) -> None:
     """Left: time a token against context, a line for each width. Right: against width, a line for some contexts."""
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    figure = new_figure(11, 4.5)
     left, right = figure.subplots(1, 2)
     for (width, one), (colour, dash, marker) in zip(found.items(), STYLES, strict=False):
         lengths, times = list(one.times), list(one.times.values())

@@ -97,7 +97,7 @@ def _start(plan: Plan, system: System, length: int) -> tuple[Start, float]:
     before, begin = CpuTimes.now(), time.perf_counter()
     with started({system.name: system}, threads=plan.threads) as workers:
         worker = workers[system.name]
-        load = worker.ask("load", **_opening(plan, system, length + plan.new_tokens))
+        load = worker.ask(**opening(system, threads=plan.threads, context=length + plan.new_tokens))
         run = worker.ask("run", prompt=plan.prompt(length, seed=0), new_tokens=plan.new_tokens)
         wall = time.perf_counter() - begin
         others = CpuTimes.now(worker.pid).others_since(before)  # all of a fresh process's time is its own
@@ -117,7 +117,7 @@ def measure_rounds(plan: Plan, quiet: Quiet) -> list[Run]:
     runs = []
     with started(plan.systems, threads=plan.threads) as workers:
         for name, worker in workers.items():
-            worker.ask("load", **_opening(plan, plan.systems[name], plan.context))
+            worker.ask(**opening(plan.systems[name], threads=plan.threads, context=plan.context))
         names = list(workers)
         for number in range(-1, plan.rounds):  # the round before the first warms up
             _say(f"round {number + 1} of {plan.rounds}")
@@ -142,22 +142,26 @@ def _run(plan: Plan, worker: PeerProcess, prompt: list[int]) -> tuple[Run, float
     )
 
 
-def open_once(system: System, *, threads: int, context: int) -> dict[str, Any]:
-    """What a system says of itself: `vocab_size`, `versions`."""
+def ask_once(system: System, request: dict[str, Any], *, threads: int) -> tuple[dict[str, Any], float]:
+    """A fresh process's reply to one request, and the share of the CPU that others took meanwhile."""
+    before = CpuTimes.now()
     with started({system.name: system}, threads=threads) as workers:
-        return workers[system.name].ask("load", model=str(system.model), threads=threads, context=context)
+        worker = workers[system.name]
+        reply = worker.ask(**request)
+        return reply, CpuTimes.now(worker.pid).others_since(before)
 
 
 def write_logits(system: System, ids: list[int], file: Path, *, threads: int) -> None:
     """Logits [len(ids), vocab] of a fresh process into `file` (.npy)."""
     with started({system.name: system}, threads=threads) as workers:
         worker = workers[system.name]
-        worker.ask("load", model=str(system.model), threads=threads, context=len(ids) + 1)
+        worker.ask(**opening(system, threads=threads, context=len(ids) + 1))
         worker.ask("logits", ids=ids, file=str(file))
 
 
-def _opening(plan: Plan, system: System, context: int) -> dict[str, Any]:
-    return {"model": str(system.model), "threads": plan.threads, "context": context}
+def opening(system: System, *, threads: int, context: int) -> dict[str, Any]:
+    """The request that opens a system's model."""
+    return {"command": "load", "model": str(system.model), "threads": threads, "context": context}
 
 
 def _say(text: str) -> None:

@@ -110,6 +110,13 @@ def fakes(tmp_path: Path) -> dict[str, System]:
     }
 
 
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Quiet:
+    """Measures at once, however busy the machine is."""
+    monkeypatch.setattr(rounds, "_others_now", lambda: 0.0)
+    return Quiet(max_others=1.0, patience_s=0)
+
+
 def _plan(systems: dict[str, System]) -> Plan:
     return Plan(systems=systems, prompts=(3, 8), new_tokens=5, rounds=3, threads=1, vocab_size=50)
 
@@ -120,8 +127,10 @@ def _log(tmp_path: Path) -> list[tuple[str, int, int, tuple[int, ...]]]:
     return [(line[0], int(line[1]), int(line[2]), tuple(map(int, line[3:]))) for line in lines]
 
 
-def test_rounds_interleave_the_systems_on_the_same_prompts(fakes: dict[str, System], tmp_path: Path) -> None:
-    runs = measure_rounds(_plan(fakes), Quiet(max_others=1.0, patience_s=60))
+def test_rounds_interleave_the_systems_on_the_same_prompts(
+    fakes: dict[str, System], quiet: Quiet, tmp_path: Path
+) -> None:
+    runs = measure_rounds(_plan(fakes), quiet)
     assert [(run.system, run.prompt) for run in runs] == [
         (name, length)
         for order in (("one", "two", "three"), ("two", "three", "one"), ("three", "one", "two"))
@@ -140,8 +149,10 @@ def test_rounds_interleave_the_systems_on_the_same_prompts(fakes: dict[str, Syst
     assert all(0 <= token < 50 for prompt in prompts for token in prompt)
 
 
-def test_a_start_is_a_fresh_process_with_room_for_its_own_prompt(fakes: dict[str, System], tmp_path: Path) -> None:
-    starts = measure_starts(_plan(fakes), Quiet(max_others=1.0, patience_s=60))
+def test_a_start_is_a_fresh_process_with_room_for_its_own_prompt(
+    fakes: dict[str, System], quiet: Quiet, tmp_path: Path
+) -> None:
+    starts = measure_starts(_plan(fakes), quiet)
     assert [(start.system, start.prompt) for start in starts] == [
         (name, length) for length in (3, 8) for name in ("one", "two", "three")
     ]

@@ -12,6 +12,7 @@ import compare
 import growth
 import peer_environments
 import pytest
+import rounds
 from comparison import Comparison, ExportCost, Facts, Fidelity, Run, Start, spread
 from comparison_report import markdown
 from options import count, lengths, share, table
@@ -240,13 +241,13 @@ def test_arguments_that_cannot_be_compared_are_refused_before_anything_runs(
 def test_the_whole_command_on_a_tiny_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib", reason="the plot needs the bench extra")
     source, bundle = tmp_path / "tiny.gguf", tmp_path / "tiny-int8"
     export(write_tiny_source(source), bundle, precision="int8")
     options = ["--peers", "none", "--prompts", "9", "--new-tokens", "3", "--rounds", "1", "--max-others", "1"]
     out = tmp_path / "results/table.md"
-    monkeypatch.setattr(
-        sys, "argv", ["compare.py", str(source), str(bundle), *options, "--no-export", "--out", str(out)]
-    )
+    monkeypatch.setattr(rounds, "_others_now", lambda: 0.0)
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(source), str(bundle), *options, "--out", str(out)])
     assert compare.main() == 0, capsys.readouterr().err
     assert {path.name for path in out.parent.iterdir()} == {"table.md", "table.png", "table.json"}
     assert out.read_text().startswith(capsys.readouterr().out)
@@ -256,7 +257,20 @@ def test_the_whole_command_on_a_tiny_model(
         ("graphport tiny-int8", 9),
         ("transformers eager fp32", 9),
     ]
-    assert 0 < data["facts"]["graphport tiny-int8"]["fidelity"]["kl"] < TOLERANCES["int8", "kl"]
+    facts = data["facts"]["graphport tiny-int8"]
+    assert 0 < facts["fidelity"]["kl"] < TOLERANCES["int8", "kl"]
+    assert 0 < facts["cost"]["read_s"] < facts["cost"]["export_s"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "tiny-int8", "tiny.gguf"]
+
+
+def test_a_missing_plot_library_is_one_line_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["compare.py", str(tmp_path), "bundle", "--peers", "none", "--out", "table.md"])
+    assert compare.main() == 1
+    line = "compare: error: a plot needs matplotlib; install it with: pip install 'graphport[bench]'\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_bundle_of_another_model_is_refused(
