@@ -13,6 +13,7 @@ import datetime
 import shlex
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         rounds=arguments.rounds,
         threads=arguments.threads,
         vocab_size=sizes[REFERENCE],
+        clock=_clock(arguments),
     )
     quiet = Quiet(max_others=arguments.max_others, patience_s=arguments.patience)
     costs = {} if arguments.no_export else _export_costs(systems, arguments, quiet)
@@ -93,6 +95,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         commit=commit(),
         command=f"python {shlex.join(sys.argv)}",
         threads=arguments.threads,
+        clock=plan.clock,
         new_tokens=arguments.new_tokens,
         fidelity_tokens=len(english),
         max_others=arguments.max_others,
@@ -103,6 +106,10 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         runs=tuple(runs),
         starts=tuple(starts),
     )
+
+
+def _clock(arguments: argparse.Namespace) -> str:
+    return "cpu" if arguments.cpu_time else "wall"
 
 
 def _open(system: System, *, threads: int, context: int) -> dict[str, Any]:
@@ -119,7 +126,9 @@ def _systems(arguments: argparse.Namespace) -> list[System]:
     ]
     if "llama.cpp" in arguments.peers:
         python = environment("llama_cpp", place)
-        systems.append(System(name="llama.cpp", python=python, script="peer_llama_cpp.py", model=arguments.source))
+        default = System(name="llama.cpp", python=python, script="peer_llama_cpp.py", model=arguments.source)
+        off = replace(default, name="llama.cpp, flash attention off", options={"flash_attention": "off"})
+        systems += [default, off]
     if "genai" in arguments.peers:
         python = environment("genai", place)
         model = genai_model(arguments.source, python, place)
@@ -195,6 +204,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=lengths, default=(32, 512, 2048), metavar="N,...")
     parser.add_argument("--new-tokens", type=count, default=64)
     parser.add_argument("--no-export", action="store_true", help="do not time exporting the bundles")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="for a busy machine: one thread, its CPU time, no waiting for others"
+    )
     add_shared_options(parser, rounds=5)
     arguments = parser.parse_args()
     _check(parser, arguments)
@@ -211,6 +223,8 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     names = [bundle.name for bundle in arguments.bundles]
     if len(set(names)) < len(names):
         parser.error(f"the bundles' folders need different names for the table, got {', '.join(names)}")
+    if arguments.cpu_time and (arguments.threads > 1 or arguments.max_others < 1):
+        parser.error("--cpu-time times one thread beside others: give --threads 1 --max-others 1 with it")
     if arguments.new_tokens < 2:
         parser.error("--new-tokens must be at least 2 to time decoding")
 

@@ -80,7 +80,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Everything that one command measured. `facts` has the systems in order: bundles, peers, the reference last."""
+    """Everything that one command measured. `facts` has the systems in order: bundles, peers, the reference last.
+
+    `clock` is "wall", or "cpu" where all times are CPU time of one thread.
+    """
 
     title: str
     date: str
@@ -88,6 +91,7 @@ class Comparison:
     commit: str
     command: str
     threads: int
+    clock: str
     new_tokens: int
     fidelity_tokens: int
     max_others: float
@@ -97,6 +101,11 @@ class Comparison:
     facts: dict[str, Facts]
     runs: tuple[Run, ...] = field(default=())
     starts: tuple[Start, ...] = field(default=())
+
+    @property
+    def conditions(self) -> str:
+        """Threads, and what the times are of."""
+        return f"{self.threads} threads" if self.clock == "wall" else "1 thread, CPU time instead of wall time"
 
     @property
     def prompts(self) -> list[int]:

@@ -56,7 +56,7 @@ def write_plot(result: Comparison, file: Path) -> None:
                 capsize=3,
                 label=_label(result, name),
             )
-        _finish(axes, f"{title}, batch 1, {result.threads} threads", result.prompts)
+        _finish(axes, f"{title}, batch 1, {result.conditions}", result.prompts)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(f"{result.title}, {result.date}")
     figure.savefig(file, dpi=130)

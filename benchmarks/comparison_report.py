@@ -15,7 +15,7 @@ def markdown(result: Comparison) -> str:
     lines = [
         f"# {result.title}: {', '.join(result.facts)}",
         "",
-        f"{result.date}, {result.machine}, {result.threads} threads.",
+        f"{result.date}, {result.machine}, {result.conditions}.",
         f"Command: `{result.command}`, commit {result.commit}.",
         "",
         *_decode(result),
@@ -101,7 +101,10 @@ def _how(result: Comparison) -> list[str]:
         "load is importing the library and opening the model, files in the page cache, median of "
         f"{len(result.prompts)} starts.",
         f"Other processes took at most {most:.0%} of the CPU in any measurement; {result.redone} measurements in which "
-        f"they took more than {result.max_others:.0%} were thrown away and done again.",
+        f"they took more than {result.max_others:.0%} were thrown away and done again."
+        if result.clock == "wall"
+        else f"The machine was busy: other processes took up to {most:.0%} of the CPU. CPU time leaves out waiting for "
+        "a core, not what others evict from the caches.",
         "",
     ]
     for name, facts in result.facts.items():

@@ -1,7 +1,8 @@
 """llama.cpp as one system of a comparison: see `peer_worker.py`.
 
 In: a .gguf file. llama.cpp's own defaults, by its C functions: no sampler and no copy of logits of Python's stand in
-between. The number of threads and the context are the comparison's.
+between. The number of threads and the context are the comparison's; flash attention can be turned off, as it is on by
+default and slows decoding on CPUs down.
 """
 
 import ctypes
@@ -13,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from peer_worker import Reply, serve
 
+_FLASH_ATTENTION = {"auto": -1, "off": 0}  # enum llama_flash_attn_type
+
 
 class LlamaCpp:
-    def load(self, model: str, *, threads: int, context: int) -> Reply:
+    def load(self, model: str, *, threads: int, context: int, flash_attention: str = "auto") -> Reply:
         import llama_cpp
 
         self._api: Any = llama_cpp
@@ -27,6 +30,7 @@ class LlamaCpp:
             raise ValueError(f"llama.cpp cannot open {model}; it needs a .gguf file of an architecture that it knows")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_threads, params.n_threads_batch = context, threads, threads
+        params.flash_attn_type = _FLASH_ATTENTION[flash_attention]
         self._batch = params.n_batch
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:

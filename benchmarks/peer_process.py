@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +26,20 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """How to start a system: `python` runs `script` (a file of this folder), which opens `model`."""
+    """How to start a system: `python` runs `script` (a file of this folder), which opens `model` with `options`."""
 
     name: str
     python: Path
     script: str
     model: Path
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 class PeerProcess:
     """A running worker. `pid` is its process."""
 
-    def __init__(self, system: System, *, threads: int) -> None:
-        self.name = system.name
+    def __init__(self, system: System, *, threads: int, clock: str = "wall") -> None:
+        self.name, self._clock = system.name, clock
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         # Both are read when the libraries load; ONNX Runtime and llama.cpp are told by their own options as well.
         counts = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -59,7 +60,7 @@ class PeerProcess:
         line = ""
         self._send(signal.SIGCONT)
         with suppress(BrokenPipeError):  # it has ended, which the empty line says
-            self._process.stdin.write(json.dumps({"command": command, **arguments}) + "\n")
+            self._process.stdin.write(json.dumps({"command": command, "clock": self._clock, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         self._send(signal.SIGSTOP)
@@ -91,12 +92,12 @@ class PeerProcess:
 
 
 @contextmanager
-def started(systems: Mapping[str, System], *, threads: int) -> Iterator[dict[str, PeerProcess]]:
-    """A worker for each system, all ended at the end."""
+def started(systems: Mapping[str, System], *, threads: int, clock: str = "wall") -> Iterator[dict[str, PeerProcess]]:
+    """A worker for each system, all ended at the end. `clock` is what they time themselves by: "wall" or "cpu"."""
     workers: dict[str, PeerProcess] = {}
     try:
         for name, system in systems.items():
-            workers[name] = PeerProcess(system, threads=threads)
+            workers[name] = PeerProcess(system, threads=threads, clock=clock)
         yield workers
     finally:
         for worker in workers.values():

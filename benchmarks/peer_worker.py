@@ -1,7 +1,7 @@
 """One system of a comparison as a process: requests on stdin, replies on stdout, a line of JSON each.
 
-In: {"command": "load" | "run" | "logits", ...arguments}. Out: a reply a request; {"error": ...} where it failed. It
-runs in the environment of the system, so it needs NumPy alone; it compares nothing and knows of no other system.
+In: {"command": "load" | "run" | "logits", "clock": "wall" | "cpu", ...}. Out: a reply a request, {"error": ...} where
+it failed. It runs in the environment of the system, so it needs NumPy alone; it knows of no other system.
 """
 
 import ctypes
@@ -18,6 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Reply = dict[str, Any]
+
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -39,21 +42,23 @@ def serve(system: System, more: dict[str, Callable[..., Reply]] | None = None) -
     """Answer the requests on stdin until it ends. `more` are commands that only this system has."""
     # A stopped worker would outlive a killed parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    clock = CLOCKS["wall"]
     commands: dict[str, Callable[..., Reply]] = {
         "load": system.load,
-        "run": lambda **request: _run(system, **request),
+        "run": lambda **request: _run(system, clock, **request),
         "logits": lambda **request: _logits(system, **request),
         **(more or {}),
     }
     replies = _take_stdout()
     for line in sys.stdin:
         request = json.loads(line)
-        begin = time.perf_counter()
+        clock = CLOCKS[request.pop("clock")]
+        begin = clock()
         try:
             reply = commands[request.pop("command")](**request)
         except Exception as error:  # the parent reports it, with the name of the system
             reply = {"error": f"{type(error).__name__}: {error}"}
-        reply = {"seconds": time.perf_counter() - begin, "peak_bytes": peak_bytes(), **reply}
+        reply = {"seconds": clock() - begin, "peak_bytes": peak_bytes(), **reply}
         print(json.dumps(reply), file=replies, flush=True)
 
 
@@ -73,13 +78,13 @@ def _take_stdout() -> TextIO:
     return replies
 
 
-def _run(system: System, *, prompt: list[int], new_tokens: int) -> Reply:
-    begin = time.perf_counter()
+def _run(system: System, clock: Clock, *, prompt: list[int], new_tokens: int) -> Reply:
+    begin = clock()
     stream = system.tokens(prompt, new_tokens)
     ids = list(itertools.islice(stream, 1))
-    first = time.perf_counter()
+    first = clock()
     ids += stream
-    end = time.perf_counter()
+    end = clock()
     if len(ids) != new_tokens:
         raise ValueError(f"{len(ids)} new tokens came out, {new_tokens} were asked for")
     return {"first_s": first - begin, "rest_s": end - first, "ids": ids}

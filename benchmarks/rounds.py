@@ -64,7 +64,7 @@ def _others_now() -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured. `context` tokens fit every request."""
+    """What is measured, by which clock ("wall" or "cpu")."""
 
     systems: Mapping[str, System]
     prompts: tuple[int, ...]
@@ -72,6 +72,7 @@ class Plan:
     rounds: int
     threads: int
     vocab_size: int
+    clock: str = "wall"
 
     @property
     def context(self) -> int:
@@ -95,27 +96,27 @@ def measure_starts(plan: Plan, quiet: Quiet) -> list[Start]:
 
 def _start(plan: Plan, system: System, length: int) -> tuple[Start, float]:
     before, begin = CpuTimes.now(), time.perf_counter()
-    with started({system.name: system}, threads=plan.threads) as workers:
+    with started({system.name: system}, threads=plan.threads, clock=plan.clock) as workers:
         worker = workers[system.name]
         load = worker.ask(**opening(system, threads=plan.threads, context=length + plan.new_tokens))
         run = worker.ask("run", prompt=plan.prompt(length, seed=0), new_tokens=plan.new_tokens)
         wall = time.perf_counter() - begin
-        others = CpuTimes.now(worker.pid).others_since(before)  # all of a fresh process's time is its own
+        after = CpuTimes.now(worker.pid)  # all of a fresh process's time is its own
     start = Start(
         system=system.name,
         prompt=length,
         load_s=load["seconds"],
-        answer_s=wall - run["rest_s"],
+        answer_s=(after.own if plan.clock == "cpu" else wall) - run["rest_s"],
         peak_bytes=run["peak_bytes"],
-        others=others,
+        others=after.others_since(before),
     )
-    return start, others
+    return start, start.others
 
 
 def measure_rounds(plan: Plan, quiet: Quiet) -> list[Run]:
     """`plan.rounds` rounds of one run a system and prompt; each round begins with another system."""
     runs = []
-    with started(plan.systems, threads=plan.threads) as workers:
+    with started(plan.systems, threads=plan.threads, clock=plan.clock) as workers:
         for name, worker in workers.items():
             worker.ask(**opening(plan.systems[name], threads=plan.threads, context=plan.context))
         names = list(workers)
@@ -161,7 +162,7 @@ def write_logits(system: System, ids: list[int], file: Path, *, threads: int) ->
 
 def opening(system: System, *, threads: int, context: int) -> dict[str, Any]:
     """The request that opens a system's model."""
-    return {"command": "load", "model": str(system.model), "threads": threads, "context": context}
+    return {"command": "load", "model": str(system.model), "threads": threads, "context": context, **system.options}
 
 
 def _say(text: str) -> None:

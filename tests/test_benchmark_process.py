@@ -6,6 +6,7 @@ In: graphport's worker on a tiny bundle, and a made-up worker that writes down w
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import rounds
 from parity import assert_parity
 from peer_process import CpuTimes, PeerError, PeerProcess, System, started
-from rounds import Plan, Quiet, measure_rounds, measure_starts
+from rounds import Plan, Quiet, ask_once, measure_rounds, measure_starts, opening
 from tiny_bundles import VOCAB, write_tiny_bundle
 
 from graphport.runtime import load
@@ -60,6 +61,16 @@ def test_peak_memory_is_the_workers_own(worker: PeerProcess, bundle: Path) -> No
     assert worker.ask("run", prompt=[1], new_tokens=2)["peak_bytes"] < peak + ballast.nbytes // 2
 
 
+def test_cpu_time_leaves_out_what_a_system_waits_for(fakes: dict[str, System]) -> None:
+    def seconds(clock: str) -> float:
+        with started({"one": fakes["one"]}, threads=1, clock=clock) as workers:
+            workers["one"].ask("load", model="one", threads=1, context=20)
+            run: dict[str, float] = workers["one"].ask("run", prompt=[2], new_tokens=3)
+            return run["first_s"] + run["rest_s"]
+
+    assert seconds("cpu") < 0.2 <= seconds("wall")
+
+
 def test_a_failed_request_is_one_line_with_the_systems_name_and_the_worker_goes_on(
     worker: PeerProcess, bundle: Path
 ) -> None:
@@ -75,21 +86,23 @@ def test_a_failed_request_is_one_line_with_the_systems_name_and_the_worker_goes_
 
 
 FAKE = """
-import os, sys
+import os, sys, time
 import numpy as np
 sys.path.insert(0, {benchmarks!r})
 from peer_worker import serve
 
 class Fake:
-    def load(self, model, *, threads, context):
+    def load(self, model, *, threads, context, flavour="plain"):
         print("noise on stdout")
         if context == 99:
             print("out of luck", file=sys.stderr)
             os._exit(3)
         self.model, self.context = model, context
-        return {{"vocab_size": 50, "versions": {{"fake": str(threads)}}}}
+        return {{"vocab_size": 50, "versions": {{"fake": flavour}}}}
 
     def tokens(self, prompt, count):
+        if prompt == [2]:
+            time.sleep(0.2)
         with open({log!r}, "a") as log:
             print(self.model, self.context, count, *prompt, file=log)
         return iter(range(count if prompt != [7] else count - 1))
@@ -160,6 +173,15 @@ def test_a_start_is_a_fresh_process_with_room_for_its_own_prompt(
     for start in starts:
         assert 0 < start.load_s < start.answer_s
         assert start.peak_bytes > 1 << 20
+
+
+def test_a_system_is_opened_with_its_own_options(fakes: dict[str, System]) -> None:
+    def flavour(system: System) -> str:
+        reply, _ = ask_once(system, opening(system, threads=1, context=20), threads=1)
+        return str(reply["versions"]["fake"])
+
+    assert flavour(fakes["one"]) == "plain"
+    assert flavour(replace(fakes["one"], options={"flavour": "other"})) == "other"
 
 
 def test_only_the_system_that_is_asked_can_run(fakes: dict[str, System]) -> None:

@@ -6,6 +6,7 @@ In: runs made up by hand, and a tiny .gguf file with its bundle. No peer is inst
 import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import compare
@@ -58,6 +59,7 @@ def _comparison() -> Comparison:
         commit="abc",
         command="python benchmarks/compare.py",
         threads=2,
+        clock="wall",
         new_tokens=9,
         fidelity_tokens=400,
         max_others=0.1,
@@ -106,6 +108,12 @@ def test_the_table_has_each_systems_fidelity_beside_its_speed_and_ratios_to_each
     assert _cells(text.split("## Making")[1], "graphport tiny") == ["graphport tiny", "33", "5", "1.50"]
     assert "Medians of 3 interleaved rounds" in text
     assert "at most 4% of the CPU in any measurement; 3 measurements" in text
+
+
+def test_the_table_says_when_times_are_cpu_time() -> None:
+    text = markdown(replace(_comparison(), clock="cpu", threads=1))
+    assert "a machine, 1 thread, CPU time instead of wall time." in text
+    assert "The machine was busy: other processes took up to 4% of the CPU." in text
 
 
 def test_every_table_row_has_as_many_cells_as_its_head() -> None:
@@ -234,6 +242,9 @@ def test_arguments_that_cannot_be_compared_are_refused_before_anything_runs(
     assert "different names for the table, got a, a" in _refusal(capsys, monkeypatch, source, "x/a", "y/a")
     assert "unknown peer 'ollama'; known are llama.cpp, genai, or none" in _refusal(
         capsys, monkeypatch, source, "a", "--peers", "ollama"
+    )
+    assert "give --threads 1 --max-others 1" in _refusal(
+        capsys, monkeypatch, source, "a", "--cpu-time", "--threads", "2"
     )
     assert "at least 2 to time decoding" in _refusal(capsys, monkeypatch, source, "a", "--new-tokens", "1")
 
