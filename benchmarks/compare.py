@@ -23,7 +23,7 @@ from comparison import Comparison, ExportCost, Facts, Fidelity
 from comparison_plot import new_figure, write_plot
 from comparison_report import markdown
 from machine import commit, describe_machine
-from options import add_shared_options, count, lengths
+from options import add_shared_options, clock, count, lengths
 from peer_environments import environment, genai_model
 from peer_process import PeerError, System
 from rounds import Plan, Quiet, ask_once, measure_rounds, measure_starts, opening, write_logits
@@ -73,7 +73,7 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         rounds=arguments.rounds,
         threads=arguments.threads,
         vocab_size=sizes[REFERENCE],
-        clock=_clock(arguments),
+        clock=arguments.clock,
     )
     quiet = Quiet(max_others=arguments.max_others, patience_s=arguments.patience)
     costs = {} if arguments.no_export else _export_costs(systems, arguments, quiet)
@@ -106,10 +106,6 @@ def _compare(arguments: argparse.Namespace) -> Comparison:
         runs=tuple(runs),
         starts=tuple(starts),
     )
-
-
-def _clock(arguments: argparse.Namespace) -> str:
-    return "cpu" if arguments.cpu_time else "wall"
 
 
 def _open(system: System, *, threads: int, context: int) -> dict[str, Any]:
@@ -204,11 +200,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=lengths, default=(32, 512, 2048), metavar="N,...")
     parser.add_argument("--new-tokens", type=count, default=64)
     parser.add_argument("--no-export", action="store_true", help="do not time exporting the bundles")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="for a busy machine: one thread, its CPU time, no waiting for others"
-    )
     add_shared_options(parser, rounds=5)
     arguments = parser.parse_args()
+    arguments.clock = clock(parser, arguments)
     _check(parser, arguments)
     return arguments
 
@@ -223,8 +217,6 @@ def _check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> No
     names = [bundle.name for bundle in arguments.bundles]
     if len(set(names)) < len(names):
         parser.error(f"the bundles' folders need different names for the table, got {', '.join(names)}")
-    if arguments.cpu_time and (arguments.threads > 1 or arguments.max_others < 1):
-        parser.error("--cpu-time times one thread beside others: give --threads 1 --max-others 1 with it")
     if arguments.new_tokens < 2:
         parser.error("--new-tokens must be at least 2 to time decoding")
 

@@ -105,7 +105,7 @@ class Comparison:
     @property
     def conditions(self) -> str:
         """Threads, and what the times are of."""
-        return f"{self.threads} threads" if self.clock == "wall" else "1 thread, CPU time instead of wall time"
+        return conditions(self.threads, self.clock)
 
     @property
     def prompts(self) -> list[int]:
@@ -145,6 +145,11 @@ class Comparison:
 
     def _starts(self, system: str, prompt: int) -> list[Start]:
         return [start for start in self.starts if (start.system, start.prompt) == (system, prompt)]
+
+
+def conditions(threads: int, clock: str) -> str:
+    """Threads, and what the times are of."""
+    return f"{threads} threads" if clock == "wall" else "1 thread, CPU time instead of wall time"
 
 
 def spread(values: list[float]) -> Spread:

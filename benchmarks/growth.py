@@ -17,11 +17,11 @@ from pathlib import Path
 
 import growth_models
 import numpy as np
-from comparison import Run, spread
+from comparison import Run, conditions, spread
 from comparison_plot import new_figure
 from growth_plot import write_plot
 from machine import commit, describe_machine
-from options import add_shared_options, lengths
+from options import add_shared_options, clock, lengths
 from peer_process import PeerError, System
 from rounds import Plan, Quiet, measure_rounds
 
@@ -93,6 +93,7 @@ def _measure(arguments: argparse.Namespace) -> list[Run]:
             rounds=arguments.rounds,
             threads=arguments.threads,
             vocab_size=growth_models.VOCAB_SIZE,
+            clock=arguments.clock,
         )
         return measure_rounds(plan, quiet)
 
@@ -113,7 +114,7 @@ def _markdown(found: Mapping[int, Growth], arguments: argparse.Namespace) -> str
     lines = [
         "# Decode time by context length and model width",
         "",
-        f"{datetime.date.today().isoformat()}, {describe_machine()}, {arguments.threads} threads.",
+        f"{datetime.date.today().isoformat()}, {describe_machine()}, {conditions(arguments.threads, arguments.clock)}.",
         f"Command: `python {shlex.join(sys.argv)}`, commit {commit()}.",
         "",
         f"Milliseconds a new token after a prompt of that many tokens: median of {arguments.rounds} interleaved rounds "
@@ -135,6 +136,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--contexts", type=lengths, default=CONTEXTS, metavar="N,...")
     add_shared_options(parser, rounds=3)
     arguments = parser.parse_args()
+    arguments.clock = clock(parser, arguments)
     if len(arguments.contexts) < 2:
         parser.error("--contexts needs two lengths or more to draw a line through")
     if max(arguments.contexts) + NEW_TOKENS > growth_models.MAX_POSITIONS:

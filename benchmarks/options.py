@@ -42,5 +42,15 @@ def add_shared_options(parser: argparse.ArgumentParser, *, rounds: int) -> None:
     parser.add_argument("--threads", type=count, default=os.cpu_count() or 1)
     parser.add_argument("--rounds", type=count, default=rounds)
     parser.add_argument("--max-others", type=share, default=0.1, help="share of the CPU others may take in a run")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="for a busy machine: one thread, its CPU time, no waiting for others"
+    )
     parser.add_argument("--patience", type=count, default=600, help="seconds to wait for the others, in all")
     parser.add_argument("--out", type=table, metavar="FILE.md", help="the table; a picture is written beside it")
+
+
+def clock(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """The clock of the workers, "wall" or "cpu". Refuses CPU time of several threads: their spinning would count."""
+    if arguments.cpu_time and (arguments.threads > 1 or arguments.max_others < 1):
+        parser.error("--cpu-time times one thread beside others: give --threads 1 --max-others 1 with it")
+    return "cpu" if arguments.cpu_time else "wall"
