@@ -6,12 +6,14 @@
 #   OUT        the bundle's folder                            PROMPT  what `make generate` asks
 #   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
 #   RESULTS    the table that `make bench...` writes; a picture and the data come beside it
+#   OPTIONS    more options of the benchmark, for example "--max-others 1" on a machine that is never quiet
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 PYTHON = python3
 WORKERS = 2
+OPTIONS =
 PRECISION = int8
 TARGET = cpu
 PROMPT = What is the capital of France?
@@ -122,7 +124,7 @@ verify: $(missing) ## re-run the bundle's certificate on this machine
 		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
 
 compare = @if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
-	$(bin)/python benchmarks/compare.py "$$source" $(out) --out $(RESULTS)
+	$(bin)/python benchmarks/compare.py "$$source" $(out) --out $(RESULTS) $(OPTIONS)
 
 .PHONY: bench
 bench: $(missing) ## time the bundle against transformers eager, in one run; writes RESULTS
@@ -134,11 +136,11 @@ bench-peers: $(missing) ## the same with llama.cpp and onnxruntime-genai, instal
 
 .PHONY: bench-growth
 bench-growth: $(installed) ## decode time against context and model width; writes RESULTS
-	$(bin)/python benchmarks/growth.py --out $(RESULTS)
+	$(bin)/python benchmarks/growth.py --out $(RESULTS) $(OPTIONS)
 
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
-	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS)
+	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS) $(OPTIONS)
 
 bench-growth bench-gpu: RESULTS = build/$@.md
 
