@@ -5,13 +5,15 @@
 #   PRECISION  fp32, fp16, bf16, int8, int4 or gguf          TARGET  cpu or cuda
 #   OUT        the bundle's folder                            PROMPT  what `make generate` asks
 #   PYTHON     a Python >= 3.11 that makes .venv              WORKERS test processes
-#   RESULTS    the file that `make bench` writes
+#   RESULTS    the table that `make bench...` writes; a picture and the data come beside it
+#   OPTIONS    more options of the benchmark, for example "--max-others 1" on a machine that is never quiet
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 PYTHON = python3
 WORKERS = 2
+OPTIONS =
 PRECISION = int8
 TARGET = cpu
 PROMPT = What is the capital of France?
@@ -25,7 +27,7 @@ name := $(if $(filter $(SMOLLM2),$(MODEL)),smollm2-135m-instruct,$(name))
 name := $(name)$(if $(filter-out int8,$(PRECISION)),-$(PRECISION))$(if $(filter-out cpu,$(TARGET)),-$(TARGET))
 OUT = build/$(name)
 
-RESULTS = build/bench-$(notdir $(out)).md
+RESULTS = build/$@-$(notdir $(out)).md
 
 bin := .venv/bin
 installed := .venv/.installed
@@ -56,7 +58,7 @@ endif
 .PHONY: help
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
-		printf '  make %-10s %s\n' "$$target" "$$text"; done
+		printf '  make %-13s %s\n' "$$target" "$$text"; done
 
 .PHONY: setup
 setup: $(installed) ## create .venv with the exact versions of constraints.txt
@@ -121,14 +123,26 @@ verify: $(missing) ## re-run the bundle's certificate on this machine
 	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); fi; \
 		$(bin)/graphport verify $(out) $${source:+--against "$$source"}
 
+compare = @if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
+	$(bin)/python benchmarks/compare.py "$$source" $(out) --out $(RESULTS) $(OPTIONS)
+
 .PHONY: bench
 bench: $(missing) ## time the bundle against transformers eager, in one run; writes RESULTS
-	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
-		$(bin)/python benchmarks/against_transformers.py $(out) "$$source" --out $(RESULTS)
+	$(compare) --peers none
+
+.PHONY: bench-peers
+bench-peers: $(missing) ## the same with llama.cpp and onnxruntime-genai, installed in build/peers
+	$(compare)
+
+.PHONY: bench-growth
+bench-growth: $(installed) ## decode time against context and model width; writes RESULTS
+	$(bin)/python benchmarks/growth.py --out $(RESULTS) $(OPTIONS)
 
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
-	$(bin)/python benchmarks/gpu.py --work build --out $(if $(filter command line,$(origin RESULTS)),$(RESULTS),build/bench-gpu.md)
+	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS) $(OPTIONS)
+
+bench-growth bench-gpu: RESULTS = build/$@.md
 
 # A file stays with one worker, so that what its tests share (an exported model) is made once.
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
@@ -153,6 +167,7 @@ lint: $(installed) ## check format and lint rules (ruff)
 .PHONY: types
 types: $(installed) ## check types (mypy, strict)
 	$(bin)/mypy
+	$(bin)/mypy benchmarks/*.py
 
 .PHONY: imports
 imports: $(installed) ## check the direction of imports (import-linter)

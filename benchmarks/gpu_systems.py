@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -19,6 +20,7 @@ from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.transformer import Transformer
 from graphport.runtime import LanguageModel, load
 from graphport.runtime.benchmark import measure_speed
+from graphport.runtime.device import DeviceWish
 
 NEW_TOKENS = 64
 
@@ -73,7 +75,7 @@ def transformer_config(size: Size, max_positions: int) -> TransformerConfig:
     )
 
 
-def open_graphport(size: Size, device: str, *, folder: Path, max_batch: int, longest: int) -> LanguageModel:
+def open_graphport(size: Size, device: DeviceWish, *, folder: Path, max_batch: int, longest: int) -> LanguageModel:
     """Export a random model of `size` below `folder`, unless it is there, and open it."""
     bundle = folder / f"llama-{size.name}-{device}-{longest}"
     if not bundle.exists():
@@ -104,7 +106,8 @@ def open_systems(lm: LanguageModel, size: Size, device: torch.device, *, longest
     )
     torch.manual_seed(0)
     dtype = torch.float16 if device.type == "cuda" else torch.float32
-    model = transformers.LlamaForCausalLM(config).to(device, dtype).eval()
+    loaded: Any = transformers.LlamaForCausalLM(config)  # its methods are decorated without types
+    model = loaded.to(device, dtype).eval()
     systems: dict[str, System] = {
         "graphport": graphport,
         "eager": lambda length, batch: _transformers_rates(model, model.forward, length, batch, is_static=False),
@@ -118,7 +121,7 @@ def open_systems(lm: LanguageModel, size: Size, device: torch.device, *, longest
 @torch.inference_mode()
 def _transformers_rates(
     model: transformers.LlamaForCausalLM,
-    step: Callable[..., object],
+    step: Callable[..., Any],
     length: int,
     batch: int,
     *,

@@ -5,10 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import tiny_tokenizers
 import typer
-from gguf import GGUFWriter
-from tiny_checkpoints import add_tokenizer, make_model, write_gguf
+from tiny_sources import write_tiny_source
 
 from graphport.cli import app
 from graphport.export import export
@@ -31,14 +29,7 @@ def _blocks() -> list[tuple[str, str]]:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model.gguf`, and its bundle in `build/model`, as the pages name them."""
     folder = tmp_path_factory.mktemp("docs")
-    tokenizer = tiny_tokenizers.byte_level()
-    model = make_model("llama", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128)
-
-    def add_text_side(writer: GGUFWriter) -> None:
-        add_tokenizer(writer, tokenizer)
-        writer.add_chat_template(TEMPLATE)
-
-    write_gguf(folder / "model.gguf", model, edit=add_text_side)
+    write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder
 
