@@ -17,7 +17,8 @@ class RunThread:
     """
 
     def __init__(self) -> None:
-        self._caller: int | None = None
+        self._has_caller = False
+        self._local = threading.local()  # not thread numbers: those of threads that have ended are given again
         self._executor: ThreadPoolExecutor | None = None
 
     def __call__(self, call: Callable[[], None]) -> None:
@@ -25,9 +26,9 @@ class RunThread:
         if self._executor is not None:
             self._executor.submit(call).result()
             return
-        thread = threading.get_ident()
-        if self._caller in (None, thread):
-            self._caller = thread
+        if not self._has_caller:
+            self._has_caller = self._local.is_caller = True
+        if getattr(self._local, "is_caller", False):
             call()
             return
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graphport-run")

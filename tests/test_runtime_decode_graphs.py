@@ -236,6 +236,19 @@ def test_b93_runs_stay_on_the_callers_thread_until_a_second_one_calls() -> None:
     on_one(note)
     assert ran[2] == ran[3] not in (threading.get_ident(), other.ident)
 
+    def run_in_turn() -> list[int]:
+        """Threads one after the other, which may bear one number."""
+        threads = [threading.Thread(target=on_one, args=(note,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        return [thread.ident or 0 for thread in threads]
+
+    on_one, ran = RunThread(), []
+    callers = run_in_turn()
+    assert ran[0] == callers[0]
+    assert ran[1] == ran[2] != callers[1]
+
     def fail() -> None:
         raise RuntimeError("kernel failed")
 
