@@ -53,6 +53,10 @@ class FakeCudart:
         self.calls["error taken back"] += 1
         return self.status
 
+    def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
+        free._obj.value = total._obj.value = 1 << 30
+        return self.status
+
     def cudaMalloc(self, address: Any, size: ctypes.c_size_t) -> int:  # noqa: N802
         block = np.full(size.value, 0xA5, np.uint8)
         self.blocks[block.ctypes.data] = block
