@@ -59,9 +59,8 @@ def _largest(
         return None
     if not is_cut_by_min_p and sorted_weights[count - 1] == sorted_weights[-1]:
         return None  # equals outside may come first, or may be one more
-    kept = np.sort(candidates.ids[order[:count]])
-    places = order[:count][np.argsort(candidates.ids[order[:count]])]
-    return kept, weights[places]
+    kept = order[:count][np.argsort(candidates.ids[order[:count]])]
+    return candidates.ids[kept], weights[kept]
 
 
 def _nucleus_size(sorted_weights: Scores, top_p: float, total: float) -> int:
