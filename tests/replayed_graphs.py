@@ -2,7 +2,7 @@
 
 In: a session that has not run yet. Out: one whose decode steps are captured and replayed. The first run with a new id
 executes the step three times; each further one executes what was bound then, at the addresses of then, whatever is
-bound now. (Seen in the calls that the CUDA provider makes: `test_runtime_cuda_calls.py`.)
+bound now. (Seen in the calls that the CUDA provider makes: `test_runtime_cuda_provider.py`.)
 """
 
 from collections import Counter

@@ -1,6 +1,5 @@
 """The CUDA calls of decoding, recorded without a GPU: the real provider on libraries whose kernels do nothing."""
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -9,18 +8,13 @@ from typing import Any
 import cuda_stubs
 import onnx_ir as ir
 import pytest
-from sampling_bundles import sampling_plan
-from tiny_bundles import tiny_config
+from cuda_calls import DOWN, ON_DEVICE, UP, copies, names
 from tiny_models import tiny_configs, tiny_model
 
-from graphport.export.append_sampling import append_sampling
 from graphport.export.model_export import export
-from graphport.model_def.signature import GRAPH_FILE, LOGITS, MANIFEST_FILE, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
-
-pytestmark = pytest.mark.skipif(cuda_stubs.why_not() is not None, reason=str(cuda_stubs.why_not()))
+from graphport.model_def.signature import GRAPH_FILE, LOGITS, MANIFEST_FILE, TOTAL_SEQUENCE_LENGTH
 
 STEPS = 10
-UP, DOWN, ON_DEVICE = 1, 2, 3  # cudaMemcpyKind
 
 # Decodes argv[3] prompts of the bundle argv[1], whose kernels leave every logit 0; counts from when all of them decode.
 DECODE = f"""
@@ -55,22 +49,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "calls"
-
-
-def names(calls: list[str]) -> list[str]:
-    """The calls, runs of kernel launches as one."""
-    found: list[str] = []
-    for call in calls:
-        name = "kernels" if call.startswith("kernel ") else call.split(" ", maxsplit=1)[0]
-        if not found or name != "kernels" or found[-1] != "kernels":
-            found.append(name)
-    return found
-
-
-def copies(calls: list[str], kind: int) -> list[int]:
-    """Bytes of each copy in one direction."""
-    words = [call.split() for call in calls if call.startswith("cudaMemcpy")]
-    return [int(size) for _, size, found, *_ in words if int(found) == kind]
 
 
 def decoded(
@@ -140,68 +118,6 @@ def test_the_callers_stream_is_used_for_everything(bundle: Path, stubs: Path, lo
     assert not [call for call in phases["load"] if call.startswith("cudaStreamCreate ")]
     steady = [call.split() for call in phases["steady"]]
     assert {words[-1] for words in steady} == {given}
-
-
-RAW = """
-import numpy as np
-from onnxruntime import InferenceSession, OrtValue, RunOptions, SessionOptions
-import threading
-options = SessionOptions()
-options.log_severity_level = 3
-provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"})
-session = InferenceSession(sys.argv[1], options, providers=[provider], enable_fallback=0)
-binding, total = session.io_binding(), np.array(64, np.int32)
-types = {"int64": np.int64, "int32": np.int32, "float16": np.float16, "float": np.float32}
-sizes = {"batch": 1, "sequence": 1, "rows": 1, "capacity": 64}
-caches = {}
-for values, bind in ((session.get_inputs(), binding.bind_input), (session.get_outputs(), binding.bind_output)):
-    for value in values:
-        shape, dtype = [sizes.get(size, size) for size in value.shape], types[value.type[7:-1]]
-        if value.name == "total_sequence_length":
-            bind(value.name, "cpu", 0, dtype, shape, total.ctypes.data)
-            continue
-        name = value.name.replace("past_key_values", "present")  # one buffer for both
-        if name not in caches:
-            caches[name] = OrtValue.ortvalue_from_shape_and_type(shape, dtype, "cuda", 0)
-        bind(value.name, "cuda", 0, dtype, shape, caches[name].data_ptr())
-
-def run(name, graph):
-    phase(name)
-    options = RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(graph))
-    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-    session.run_with_iobinding(binding, options)
-
-run("first", 1)
-run("second", 1)
-run("none", -1)
-session.release_captured_graph(1)
-run("released", 1)
-other = threading.Thread(target=run, args=("other thread", 1))
-other.start()
-other.join()
-"""
-
-
-def test_onnx_runtime_captures_as_decode_graphs_says(bundle: Path, stubs: Path, log: Path) -> None:
-    """Facts of 1.31 that the design rests on; a version that changes one of them shows here.
-
-    A new id runs twice as it is, is captured, and replayed once; -1 captures nothing; releasing does nothing; another
-    thread captures for itself. Runs that should not wait do not.
-    """
-    phases = cuda_stubs.record(RAW, str(bundle / GRAPH_FILE), stubs=stubs, log=log)
-    kernels = {phase: sum(call.startswith("kernel ") for call in calls) for phase, calls in phases.items()}
-    first, once = phases["first"], kernels["none"]
-    begin = [call.startswith("cudaStreamBeginCapture") for call in first].index(True)
-    assert sum(call.startswith("kernel ") for call in first[:begin]) == 2 * once
-    assert sum(call.startswith("kernel ") for call in first[begin:]) == once
-    assert names(first[-2:]) == ["cudaStreamEndCapture", "cudaGraphLaunch"]
-    assert copies(first[begin:], UP) == copies(first[begin:], DOWN) == []  # the graph would hold the host's addresses
-    assert names(phases["second"]) == ["cudaGraphLaunch"]
-    assert kernels["none"] > 0
-    assert not [call for call in phases["none"] if "Graph" in call or "Capture" in call or "Synchronize" in call]
-    assert names(phases["released"]) == ["cudaGraphLaunch"]
-    assert "cudaStreamBeginCapture" in names(phases["other thread"])
 
 
 TWO_THREADS = """
@@ -328,43 +244,22 @@ def test_a_capture_that_fails_while_it_runs_is_an_error_or_the_end_of_capturing(
     assert not [call for call in phases["again"] if "Graph" in call or "Capture" in call]
 
 
-KERNELS = """
-import numpy as np
-from onnxruntime import InferenceSession, SessionOptions
-options = SessionOptions()
-options.log_severity_level = 3
-for path in sys.argv[2:]:
-    session = InferenceSession(path, options, providers=["CUDAExecutionProvider"], enable_fallback=0)
-    size = session.get_inputs()[0].shape[1]
-    for rows in map(int, sys.argv[1].split(",")):
-        phase(f"{size} {rows}")
-        session.run(None, {"x": np.zeros((rows, size), np.float32), "seqlens_k": np.zeros(rows, np.int32)})
+CLOSE = """
+import gc
+from graphport.runtime import SamplingParams, load
+lm = load(sys.argv[1], device="cuda", max_batch=4, max_length=64)
+lm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_new_tokens=9, temperature=0.0, ignore_eos=True))
+phase("close")
+lm.close()
+del lm
+gc.collect()
+phase("end")
 """
 
 
-def _reductions(vocab_size: int, path: Path) -> Path:
-    """Nothing but the nodes that reduce logits."""
-    x, logits = (
-        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["rows", vocab_size]))
-        for name in ("x", LOGITS)
-    )
-    lengths = ir.Value(name=SEQLENS_K, type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape(["batch"]))
-    head = ir.node("Neg", [x], outputs=[logits])
-    model = ir.Model(ir.Graph([x, lengths], [logits], nodes=[head], opset_imports={"": 23}), ir_version=10)
-    append_sampling(model, sampling_plan(dataclasses.replace(tiny_config(), vocab_size=vocab_size)))
-    ir.save(model, path)
-    return path
-
-
-def test_rows_are_reduced_by_kernels_that_split_a_row_and_need_no_cudnn(stubs: Path, log: Path, tmp_path: Path) -> None:
-    """There is no libcudnn here: a reduction that needs it would fail. A block a row would take a millisecond."""
-    sizes = (49152, 151936, 262144)
-    graphs = [str(_reductions(size, tmp_path / f"{size}.onnx")) for size in sizes]
-    phases = cuda_stubs.record(KERNELS, "1,8,32", *graphs, stubs=stubs, log=log)
-    for size in sizes:
-        for rows in (1, 8, 32):
-            launched = "\n".join(call for call in phases[f"{size} {rows}"] if call.startswith("kernel "))
-            assert "hybrid_topk" in launched
-            assert "RadixTopK" not in launched
-            assert "arg_min_max_last_axis_cooperative_kernel" in launched
-            assert "reduce_matrix_rows_kernel" in launched or "reduce_matrix_columns_kernel" in launched
+def test_b97_closing_gives_all_device_memory_back_and_the_stream_last(bundle: Path, stubs: Path, log: Path) -> None:
+    phases = cuda_stubs.record(CLOSE, str(bundle), stubs=stubs, log=log)
+    calls = names([call for calls in phases.values() for call in calls])
+    assert calls.count("cudaMalloc") == calls.count("cudaFree") > 0
+    assert phases["close"][-1] == "cudaStreamDestroy"
+    assert phases["end"] == []

@@ -80,6 +80,15 @@ def test_rows_that_join_and_leave_get_the_ids_of_the_plain_graph(
         assert_same(one, other)
 
 
+def test_a_reduced_graph_on_the_cpu_gives_the_ids_of_the_plain_graph(session: Session, plain: Session) -> None:
+    """Where a bundle for CUDA runs on the CPU: host and device are one memory."""
+    found, expected = mixed_requests(12), mixed_requests(12)
+    run(session, *found)
+    run(plain, *expected)
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_a_greedy_step_moves_one_id_a_row_and_uploads_nothing(batch: int, session: Session, fake: FakeCudart) -> None:
     engine = engine_with(session, *(request(random_ids(4 + i), 60) for i in range(batch)))
