@@ -26,7 +26,7 @@ _DRIVER = 580  # the first series of drivers for CUDA 13 on Linux
 
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
-# The first would move a bias into MatMulNBits, whose compact GEMM takes none: the node would go to a slower kernel.
+# The first would move a bias into MatMulNBits, whose compact GEMM takes none: the node would fall to a slower kernel.
 # The second would move the norms of query and key heads into attention, where they bar the fast kernel for quantised
 # caches; where they belong there, the exporter has put them there.
 CUDA_DISABLED_OPTIMIZERS = ("MatMulNBitsFusion", "GroupQueryAttentionPreNormFusion")

@@ -103,10 +103,11 @@ class Session:
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
         check_config(bundle.manifest)
         self.cache_specs = cache_specs(bundle.manifest)
-        self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
         self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
         self._other_tensors: StepTensors | None = None
+        # Attributes go in the order in which they were set: the stream last, after the session that runs on it.
+        self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
 
     @property
     def cuda_graphs(self) -> bool:

@@ -17,7 +17,14 @@ from tiny_bundles import write_tiny_bundle
 
 from graphport.runtime import cuda_libraries
 from graphport.runtime.cuda_libraries import CUDA_LIBRARIES, installed_wheels, library_problem
-from graphport.runtime.device import DeviceError, DeviceRequest, choose_device, cuda_problem, open_inference_session
+from graphport.runtime.device import (
+    CUDA_DISABLED_OPTIMIZERS,
+    DeviceError,
+    DeviceRequest,
+    choose_device,
+    cuda_problem,
+    open_inference_session,
+)
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -135,7 +142,7 @@ class BrokenCuda:
 
     def __call__(self, *_: Any, providers: list[Any], enable_fallback: int, disabled_optimizers: list[str]) -> Any:
         assert enable_fallback == 0
-        assert disabled_optimizers == ["MatMulNBitsFusion"]
+        assert disabled_optimizers == list(CUDA_DISABLED_OPTIMIZERS)
         assert providers == [("CUDAExecutionProvider", {}), "CPUExecutionProvider"]
         if self.error is not None:
             raise self.error
