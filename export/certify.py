@@ -62,13 +62,21 @@ def certify_stages(
     folder: Path,
     observe: Callable[[str], None],
 ) -> tuple[Check, ...]:
-    """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`."""
+    """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`.
+
+    A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
+    """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the exported graph")
         checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
-        return checks + _check_fused(exported, plan, ids, reference, folder=Path(name))
+        checks += _check_fused(exported, plan, ids, reference, folder=Path(name))
+    if not plan.precision.keeps_blocks:
+        return checks
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        observe("parity of the kept blocks")
+        return checks + _check_blocks(exported, plan, ids, reference, folder=Path(name))
 
 
 def _check_exported(
@@ -85,7 +93,7 @@ def _check_fused(
     exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
 ) -> tuple[Check, ...]:
     fused = exported.clone()
-    compile_graph(fused, dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32")))
+    compile_graph(fused, dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), accuracy_level=None))
     write_graph(fused, folder)
     runner = GraphRunner(folder / GRAPH_FILE, plan.config)
     whole = compare(reference, runner.logits(ids))
@@ -97,6 +105,19 @@ def _check_fused(
         check("compiled", "kl", f"{len(ids)} tokens at once", whole),
         check("compiled", "max_abs", what, chunked),
     )
+
+
+def _check_blocks(
+    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+) -> tuple[Check, ...]:
+    """The GGUF file's blocks multiplied by exact activations."""
+    kept = exported.clone()
+    compile_graph(kept, dataclasses.replace(plan, target=CPU, precision=CPU.precision("gguf"), accuracy_level=0))
+    write_graph(kept, folder)
+    difference = compare(reference, GraphRunner(folder / GRAPH_FILE, plan.config).logits(ids))
+    is_exact = all(matrix.is_exact for matrix in plan.matrices.values())
+    stage = "exact blocks" if is_exact else "blocks anew"
+    return (check(stage, "kl", f"{len(ids)} tokens, exact activations", difference),)
 
 
 def certify_bundle(

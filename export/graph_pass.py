@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from graphport.export.gguf_matrices import KeptMatrix
 from graphport.export.targets import Precision, Target
 from graphport.model_def.config import TransformerConfig
 
@@ -24,6 +25,8 @@ class CompilePlan:
     """What is compiled and for what.
 
     `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
+    `matrices`: what a GGUF file's matrices are held as, by weight name, for the precision that keeps them.
+    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own.
     """
 
     config: TransformerConfig
@@ -31,6 +34,15 @@ class CompilePlan:
     precision: Precision
     max_length: int
     activation_ranges: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    matrices: Mapping[str, KeptMatrix] = field(default_factory=dict)
+    accuracy_level: int | None = None
+
+    @property
+    def kernel_accuracy(self) -> int | None:
+        """MatMulNBits' accuracy_level, None for the kernel's own choice and where no matrix is quantised."""
+        if self.precision.weight_bits is None:
+            return None
+        return self.target.accuracy_level if self.accuracy_level is None else self.accuracy_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

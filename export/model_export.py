@@ -25,10 +25,19 @@ from graphport.export.calibrate import (
 )
 from graphport.export.certify import certify_bundle, certify_stages, eager_logits, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
+from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
+from graphport.export.precision_choice import (
+    FLOAT_SOURCE_PRECISION,
+    check_accuracy_level,
+    check_exact,
+    default_precision,
+    kept_matrices,
+    note_changed,
+)
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
@@ -59,25 +68,30 @@ def export(
     out: str | Path,
     *,
     target: str = "cpu",
-    precision: str = "int8",
+    precision: str | None = None,
     kv_cache: str = "auto",
     context: int | None = None,
+    accuracy_level: int | None = None,
     seed: int = 0,
     verify: bool = True,
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
+    require_exact: bool = False,
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Export `source`, a checkpoint, a Python function or a module, to the folder `out`.
 
-    `context` is the longest total length in tokens (None: what the model was made for). `require_fused` pins how
-    often a rule fires ("all": no candidate left). `progress` is told each stage as it begins. Raises ValueError
-    subclasses, one line each: CheckpointError, ConfigError, TargetError, ExportError, FusionError, ParityError,
-    BundleError. Nothing is left at `out` after a failure.
+    `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `context` is the
+    longest total length in tokens (None: what the model was made for). `accuracy_level` 0 multiplies quantised
+    matrices by activations as they are, 4 by activations rounded to 8 bits (None: the target's choice).
+    `require_fused` pins how often a rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of
+    which a matrix would be encoded anew. `progress` is told each stage as it begins. Raises ValueError subclasses, one
+    line each: CheckpointError, ConfigError, TargetError, ExportError, FusionError, ParityError, BundleError. Nothing is
+    left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)
-    found_precision = found_target.precision(precision)
+    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION)
     cache_dtype = _cache_dtype(kv_cache, found_precision.activations)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
@@ -85,7 +99,13 @@ def export(
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
-    plan, notes = _plan(opened, found_target, found_precision, context=context, seed=seed)
+    if precision is None:
+        found_precision = found_target.precision(default_precision(opened, found_target))
+    plan, notes = _plan(
+        opened, found_target, found_precision, context=context, seed=seed, accuracy_level=accuracy_level
+    )
+    if require_exact:
+        check_exact(plan)
 
     if found_precision.activations == "float16":
         progress("looking for activations beyond float16")
@@ -110,10 +130,16 @@ def export(
             checks += certify_bundle(folder, plan, ids, reference)
             require_passed(checks)
         elif verify:
-            notes += (f"the fused graph was checked on the CPU in fp32; {precision} runs on {target} alone",)
+            notes += (f"the fused graph was checked on the CPU in fp32; {found_precision.name} runs on {target} alone",)
         progress("writing the bundle")
         advice = kernel_advice(exported, plan)
-        account = fusion_account(reports, num_nodes=len(exported.graph), advice=advice)
+        account = fusion_account(
+            reports,
+            num_nodes=len(exported.graph),
+            advice=advice,
+            matrices=matrix_account(plan.matrices),
+            accuracy_level=plan.kernel_accuracy,
+        )
         manifest = _write_files(folder, opened, plan, cache_dtype, account, checks, verified=verify)
     return Bundle(
         path=out,
@@ -125,20 +151,30 @@ def export(
 
 
 def _plan(
-    opened: SourceModel, target: Target, precision: Precision, *, context: int | None, seed: int
+    opened: SourceModel,
+    target: Target,
+    precision: Precision,
+    *,
+    context: int | None,
+    seed: int,
+    accuracy_level: int | None,
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can decode, and notes."""
     config = opened.model.config
     max_length, notes = _context(config, context)
     check_can_decode(config, max_length)
+    check_accuracy_level(accuracy_level, target, precision)
+    matrices = kept_matrices(opened, target, precision)
     plan = CompilePlan(
         config=config,
         target=target,
         precision=precision,
         max_length=max_length,
         activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
+        matrices=matrices,
+        accuracy_level=accuracy_level,
     )
-    return plan, notes
+    return plan, (*notes, *note_changed(matrices))
 
 
 def _require_numbers(*, seed: int, context: int | None) -> None:
@@ -151,8 +187,8 @@ def _require_numbers(*, seed: int, context: int | None) -> None:
 
 
 def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:
-    """Activation ranges for the smoothing that precedes weight quantisation; none for float weights."""
-    if precision.weight_bits is None:
+    """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
+    if precision.weight_bits is None or precision.keeps_blocks:
         return {}
     length = min(NUM_CALIBRATION_IDS, max_length)
     ids = text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
@@ -236,7 +272,7 @@ def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ..
         "candidate": {
             "target": plan.target.name,
             "precision": plan.precision.name,
-            "accuracy_level": plan.target.accuracy_level,
+            "accuracy_level": plan.kernel_accuracy,
             "checked_precision": plan.precision.name if plan.target is CPU else "fp32",
             "checked_provider": CPU.provider,
             "onnxruntime": onnxruntime.__version__,

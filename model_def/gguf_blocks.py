@@ -69,7 +69,7 @@ BLOCK_TYPES = (
     BlockType(kind=_K.TQ2_0, bits=4, block_size=32, scale_at=64),
 )
 
-FLOAT_TYPES = (_K.F32, _K.F16, _K.BF16, _K.F64)
+FLOAT_TYPES = (_K.F32, _K.F16, _K.BF16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
