@@ -63,13 +63,21 @@ def certify_stages(
     folder: Path,
     observe: Callable[[str], None],
 ) -> tuple[Check, ...]:
-    """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`."""
+    """Check the exported graph and its fp32 compilation against eager; writes and removes both under `folder`.
+
+    A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
+    """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the exported graph")
         checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
-        return checks + _check_fused(exported, plan, ids, reference, folder=Path(name))
+        checks += _check_fused(exported, plan, ids, reference, folder=Path(name))
+    if not plan.precision.keeps_blocks:
+        return checks
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        observe("parity of the kept blocks")
+        return checks + _check_blocks(exported, plan, ids, reference, folder=Path(name))
 
 
 def _check_exported(
@@ -97,9 +105,20 @@ def _check_fused(
     )
 
 
+def _check_blocks(
+    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+) -> tuple[Check, ...]:
+    """The GGUF file's blocks multiplied by exact activations."""
+    kept = dataclasses.replace(plan, target=CPU, precision=CPU.precision("gguf"), cache=None, accuracy_level=0)
+    difference = compare(reference, _compiled(exported, kept, folder, optimize=False).logits(ids))
+    is_exact = all(matrix.is_exact for matrix in plan.matrices.values())
+    stage = "exact blocks" if is_exact else "blocks anew"
+    return (check(stage, "kl", f"{len(ids)} tokens, exact activations", difference),)
+
+
 def _fused_twin(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool = False) -> GraphRunner:
     """The graph with the plan's fusions in float32 with a float cache, written to `folder`, on the CPU."""
-    twin = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), cache=None)
+    twin = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), cache=None, accuracy_level=None)
     return _compiled(exported, twin, folder, optimize=optimize)
 
 

@@ -4,6 +4,7 @@ In: pass reports. Out: the content of `fusions.json`. Draws nothing (see the com
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from graphport.export.graph_pass import PassReport
@@ -12,15 +13,25 @@ from graphport.export.pipeline import count_fusions
 FUSIONS_FORMAT = 1
 
 
-def fusion_account(reports: tuple[PassReport, ...], *, num_nodes: int, advice: tuple[str, ...] = ()) -> dict[str, Any]:
+def fusion_account(
+    reports: tuple[PassReport, ...],
+    *,
+    num_nodes: int,
+    advice: tuple[str, ...] = (),
+    matrices: Sequence[dict[str, Any]] = (),
+    accuracy_level: int | None = None,
+) -> dict[str, Any]:
     """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
 
-    `advice`: lines on the kernels that the model's sizes miss.
+    `advice`: lines on the kernels that the model's sizes miss. `matrices`: how those of a GGUF file are held.
+    `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses.
     """
     return {
         "format": FUSIONS_FORMAT,
         "nodes": num_nodes,
         "counts": count_fusions(reports),
         "advice": list(advice),
+        "accuracy_level": accuracy_level,
+        "matrices": list(matrices),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

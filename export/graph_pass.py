@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from graphport.export.gguf_matrices import KeptMatrix
 from graphport.export.targets import CacheFormat, Precision, Target
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import DType
@@ -34,6 +35,8 @@ class CompilePlan:
 
     `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
     `cache` None keeps the KV cache in the activations' type; else `cache_scales` has its scales, one pair a layer.
+    `matrices`: what a GGUF file's matrices are held as, by weight name, for the precision that keeps them.
+    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own.
     """
 
     config: TransformerConfig
@@ -43,11 +46,20 @@ class CompilePlan:
     activation_ranges: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     cache: CacheFormat | None = None
     cache_scales: tuple[CacheScales, ...] = ()
+    matrices: Mapping[str, KeptMatrix] = field(default_factory=dict)
+    accuracy_level: int | None = None
 
     @property
     def cache_dtype(self) -> DType:
         """Element type of the cache tensors."""
         return self.precision.activations if self.cache is None else self.cache.dtype
+
+    @property
+    def kernel_accuracy(self) -> int | None:
+        """MatMulNBits' accuracy_level, None for the kernel's own choice and where no matrix is quantised."""
+        if self.precision.weight_bits is None:
+            return None
+        return self.target.accuracy_level if self.accuracy_level is None else self.accuracy_level
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,16 +2,18 @@
 
 Before: graphport::Linear(x, W), Gather(E, ids)
 After, float:     MatMul(x, W^T); Gemm(x, E, transB) where a tied head shares the embedding; Gather stays
-After, quantised: MatMulNBits(x, blocks, scales); GatherBlockQuantized(blocks, ids, scales)
+After, quantised: MatMulNBits(x, blocks, scales); GatherBlockQuantized(blocks, ids, scales); see `block_kernels.py`
 
-Each matrix is stored once: a tied head and its embedding read the same blocks.
+Each matrix is stored once: a tied head and its embedding read the same blocks. Blocks are rounded here, or in precision
+gguf the file's own.
 """
 
 import numpy as np
 import onnx_ir as ir
 
+from graphport.export.block_kernels import BlockOperands, add_operands, lower_lookup, lower_product
+from graphport.export.gguf_matrices import stack_matrices
 from graphport.export.graph_pass import (
-    CONTRIB,
     CompilePlan,
     Miss,
     PassReport,
@@ -22,17 +24,17 @@ from graphport.export.graph_pass import (
     replace_value,
     static_dims,
 )
+from graphport.export.pack_projections import packed_from
 from graphport.export.portable_ops import DOMAIN
 from graphport.export.quantize import BlockQuantized, quantize_blocks
-from graphport.export.targets import WEIGHT_BLOCK
 
 EMBEDDING = "embedding.weight"
 TABLES = (EMBEDDING, "head.weight")
 
 
 def lower_linear(model: ir.Model, plan: CompilePlan) -> PassReport:
-    """Lower every linear layer, and in quantised precisions the embedding."""
-    blocks: dict[str, tuple[ir.Value, ir.Value, BlockQuantized]] = {}
+    """Lower every linear layer, and the embedding where it is quantised."""
+    operands: dict[str, BlockOperands | None] = {}
     fused, missed = [], []
     for node in list(model.graph):
         is_linear = (node.domain, node.op_type) == (DOMAIN, "Linear")
@@ -40,28 +42,47 @@ def lower_linear(model: ir.Model, plan: CompilePlan) -> PassReport:
             continue
         weight = node.inputs[1] if is_linear else node.inputs[0]
         assert weight is not None
-        site = name_site(weight.name or "")
-        if plan.precision.weight_bits is None:
-            if is_linear:
-                _lower_float(model, node, weight)
-                fused.append(site)
-            continue
-        if not weight.is_initializer():
-            missed.append(Miss(site=site, check="the weight is a constant", found=f"{weight.name} is computed"))
-            _lower_float(model, node, weight)
-            continue
-        bits = plan.precision.table_bits if weight.name in TABLES else plan.precision.weight_bits
-        assert bits is not None
-        assert weight.name is not None
-        if weight.name not in blocks:
-            blocks[weight.name] = _register_blocks(model, weight, bits, plan)
-        if is_linear:
-            _lower_quantized(node, *blocks[weight.name], accuracy_level=plan.target.accuracy_level)
+        name, site = weight.name or "", name_site(weight.name or "")
+        is_computed = plan.precision.weight_bits is not None and not weight.is_initializer()
+        if name not in operands:
+            operands[name] = None if is_computed else _add_operands(model.graph, weight, plan)
+        _lower(model, node, weight, operands[name], plan)
+        if is_computed:
+            missed.append(Miss(site=site, check="the weight is a constant", found=f"{name} is computed"))
+        elif is_linear:
             fused.append(site)
-        else:
-            _lower_embedding(model.graph, node, *blocks[weight.name])
+        elif operands[name] is not None:
             fused.append(f"{site} lookup")
     return PassReport(rule="linear", fused=tuple(fused), missed=tuple(missed))
+
+
+def _lower(model: ir.Model, node: ir.Node, weight: ir.Value, operands: BlockOperands | None, plan: CompilePlan) -> None:
+    if operands is None:
+        if not _is_embedding(node):
+            _lower_float(model, node, weight)
+    elif _is_embedding(node):
+        lower_lookup(model.graph, node, operands)
+    else:
+        lower_product(model.graph, node, operands, accuracy_level=plan.kernel_accuracy)
+
+
+def _add_operands(graph: ir.Graph, weight: ir.Value, plan: CompilePlan) -> BlockOperands | None:
+    """The weight as constants of the quantised kernels; None where it stays in the activations' type."""
+    blocks = _blocks(weight, plan)
+    if blocks is None:
+        return None
+    dtype = np.float16 if plan.precision.activations == "float16" else np.float32
+    return add_operands(graph, weight.name or "", blocks, dtype)
+
+
+def _blocks(weight: ir.Value, plan: CompilePlan) -> BlockQuantized | None:
+    if plan.precision.keeps_blocks:
+        return stack_matrices([plan.matrices[name] for name in packed_from(weight)])
+    bits = plan.precision.table_bits if weight.name in TABLES else plan.precision.weight_bits
+    if bits is None:
+        return None
+    assert weight.const_value is not None
+    return quantize_blocks(weight.const_value.numpy().astype(np.float32, copy=False), bits)
 
 
 def _is_embedding(node: ir.Node) -> bool:
@@ -94,65 +115,3 @@ def _transposed(model: ir.Model, weight: ir.Value) -> ir.Value:
         return ir.tensor(np.ascontiguousarray(tensor.numpy().T), name=name)
 
     return add_constant(model.graph, name, ir.LazyTensor(turn, tensor.dtype, shape, name=name))
-
-
-def _register_blocks(
-    model: ir.Model, weight: ir.Value, bits: int, plan: CompilePlan
-) -> tuple[ir.Value, ir.Value, BlockQuantized]:
-    assert weight.const_value is not None
-    quantized = quantize_blocks(weight.const_value.numpy().astype(np.float32, copy=False), bits)
-    packed = add_constant(
-        model.graph, f"{weight.name}_q{bits}", ir.tensor(quantized.packed, name=f"{weight.name}_q{bits}")
-    )
-    dtype = np.float16 if plan.precision.activations == "float16" else np.float32
-    name = f"{weight.name}_scales"
-    scales = add_constant(model.graph, name, ir.tensor(quantized.scales.astype(dtype), name=name))
-    return packed, scales, quantized
-
-
-def _lower_quantized(
-    node: ir.Node, packed: ir.Value, scales: ir.Value, quantized: BlockQuantized, *, accuracy_level: int | None
-) -> None:
-    attributes: dict[str, int | float | str | list[int]] = {
-        "K": quantized.width,
-        "N": int(quantized.packed.shape[0]),
-        "bits": quantized.bits,
-        "block_size": WEIGHT_BLOCK,
-    }
-    if accuracy_level is not None:
-        attributes["accuracy_level"] = accuracy_level
-    name = node.name or "matmul"
-    kernel = new_node(node, "MatMulNBits", [node.inputs[0], packed, scales], attributes, domain=CONTRIB, name=name)
-    replace_value(node.outputs[0], kernel.outputs[0])
-    remove_nodes(node)
-
-
-def _lower_embedding(
-    graph: ir.Graph, node: ir.Node, packed: ir.Value, scales: ir.Value, quantized: BlockQuantized
-) -> None:
-    rows = int(quantized.packed.shape[0])
-    shape = add_constant(graph, "embedding_table_shape", ir.tensor(np.array([rows, -1], np.int64)))
-    table = new_node(node, "Reshape", [packed, shape], name="embedding_table")
-    attributes: dict[str, int | float | str | list[int]] = {
-        "bits": quantized.bits,
-        "block_size": WEIGHT_BLOCK,
-        "gather_axis": 0,
-        "quantize_axis": 1,
-    }
-    kernel = new_node(
-        node,
-        "GatherBlockQuantized",
-        [table.outputs[0], node.inputs[1], scales],
-        attributes,
-        domain=CONTRIB,
-        name=node.name or "embedding",
-    )
-    result = kernel.outputs[0]
-    if quantized.width % WEIGHT_BLOCK:
-        starts, ends, axes = (
-            add_constant(graph, f"embedding_slice_{key}", ir.tensor(np.array([value], np.int64)))
-            for key, value in (("start", 0), ("end", quantized.width), ("axis", -1))
-        )
-        result = new_node(node, "Slice", [result, starts, ends, axes], name="embedding_slice").outputs[0]
-    replace_value(node.outputs[0], result)
-    remove_nodes(node)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 
 import graphport
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
@@ -33,10 +35,19 @@ from graphport.export.certify import (
     text_ids,
 )
 from graphport.export.fusion_report import fusion_account
+from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
+from graphport.export.precision_choice import (
+    FLOAT_SOURCE_PRECISION,
+    check_accuracy_level,
+    check_exact,
+    default_precision,
+    kept_matrices,
+    note_changed,
+)
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
@@ -65,26 +76,30 @@ def export(
     out: str | Path,
     *,
     target: str = "cpu",
-    precision: str = "int8",
+    precision: str | None = None,
     kv_cache: str = "auto",
     context: int | None = None,
+    accuracy_level: int | None = None,
     seed: int = 0,
     verify: bool = True,
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
+    require_exact: bool = False,
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Export `source`, a checkpoint, a Python function or a module, to the folder `out`.
 
-    `kv_cache` is int8, int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest
-    total length in tokens (None: what the model was made for). `require_fused` pins how
-    often a rule fires ("all": no candidate left). `progress` is told each stage as it begins. Raises ValueError
-    subclasses, one line each: CheckpointError, ConfigError, TargetError, ExportError, FusionError, ParityError,
-    BundleError. Nothing is left at `out` after a failure.
+    `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `kv_cache` is int8,
+    int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
+    (None: what the model was made for). `accuracy_level` 0 multiplies quantised matrices by activations as they are, 4
+    by activations rounded to 8 bits (None: the target's choice). `require_fused` pins how often a rule fires ("all": no
+    candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew. `progress` is told
+    each stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, TargetError,
+    ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)
-    found_precision = found_target.precision(precision)
+    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION)
     cache = found_target.cache_format(kv_cache, found_precision)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
@@ -92,7 +107,13 @@ def export(
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
-    plan, notes = _plan(opened, found_target, found_precision, cache, context=context, seed=seed)
+    if precision is None:
+        found_precision = found_target.precision(default_precision(opened, found_target))
+    plan, notes = _plan(
+        opened, found_target, found_precision, cache, context=context, seed=seed, accuracy_level=accuracy_level
+    )
+    if require_exact:
+        check_exact(plan)
 
     if found_precision.activations == "float16":
         progress("looking for activations beyond float16")
@@ -118,19 +139,18 @@ def export(
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
         write_graph(compiled, folder)
-        if verify and found_target is CPU:
-            progress("parity of the bundle")
-            checks += certify_bundle(folder, plan, ids, reference)
-            require_passed(checks)
-        if verify and cache is not None:
-            progress("parity of the KV cache")
-            checks += certify_cache(exported, plan, ids, folder=folder)
-            require_passed(checks)
-        if verify and found_target is not CPU:
-            notes += (f"the fused graph was checked on the CPU in fp32, not in {precision} on {target}",)
+        if verify:
+            checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
+            notes += _note_unchecked(plan)
         progress("writing the bundle")
         advice = kernel_advice(compiled, plan)
-        account = fusion_account(reports, num_nodes=len(compiled.graph), advice=advice)
+        account = fusion_account(
+            reports,
+            num_nodes=len(compiled.graph),
+            advice=advice,
+            matrices=matrix_account(plan.matrices),
+            accuracy_level=plan.kernel_accuracy,
+        )
         manifest = _write_files(folder, opened, plan, account, checks, verified=verify)
     return Bundle(
         path=out,
@@ -141,6 +161,33 @@ def export(
     )
 
 
+def _check_compiled(
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: list[int],
+    reference: NDArray[np.float32],
+    *,
+    folder: Path,
+    progress: Callable[[str], None],
+) -> tuple[Check, ...]:
+    """Checks of what ships: the graph in `folder` where the CPU runs it, and its KV cache. Raises ParityError."""
+    checks: tuple[Check, ...] = ()
+    if plan.target is CPU:
+        progress("parity of the bundle")
+        checks += certify_bundle(folder, plan, ids, reference)
+    if plan.cache is not None:
+        progress("parity of the KV cache")
+        checks += certify_cache(exported, plan, ids, folder=folder)
+    require_passed(checks)
+    return checks
+
+
+def _note_unchecked(plan: CompilePlan) -> tuple[str, ...]:
+    if plan.target is CPU:
+        return ()
+    return (f"the fused graph was checked on the CPU in fp32, not in {plan.precision.name} on {plan.target.name}",)
+
+
 def _plan(
     opened: SourceModel,
     target: Target,
@@ -149,6 +196,7 @@ def _plan(
     *,
     context: int | None,
     seed: int,
+    accuracy_level: int | None,
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can decode, and notes."""
     config = opened.model.config
@@ -156,6 +204,8 @@ def _plan(
     check_can_decode(config, max_length)
     if cache is not None:
         _require_cache(config, target, cache)
+    check_accuracy_level(accuracy_level, target, precision)
+    matrices = kept_matrices(opened, target, precision)
     plan = CompilePlan(
         config=config,
         target=target,
@@ -163,8 +213,10 @@ def _plan(
         max_length=max_length,
         activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
         cache=cache,
+        matrices=matrices,
+        accuracy_level=accuracy_level,
     )
-    return plan, notes
+    return plan, (*notes, *note_changed(matrices))
 
 
 def _require_numbers(*, seed: int, context: int | None) -> None:
@@ -177,8 +229,8 @@ def _require_numbers(*, seed: int, context: int | None) -> None:
 
 
 def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:
-    """Activation ranges for the smoothing that precedes weight quantisation; none for float weights."""
-    if precision.weight_bits is None:
+    """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
+    if precision.weight_bits is None or precision.keeps_blocks:
         return {}
     return activation_ranges(opened.model, _calibration_ids(opened, max_length=max_length, seed=seed))
 
@@ -259,7 +311,7 @@ def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ..
         "candidate": {
             "target": plan.target.name,
             "precision": plan.precision.name,
-            "accuracy_level": plan.target.accuracy_level,
+            "accuracy_level": plan.kernel_accuracy,
             "checked_precision": plan.precision.name if plan.target is CPU else "fp32",
             "checked_provider": CPU.provider,
             "onnxruntime": onnxruntime.__version__,

@@ -6,7 +6,8 @@ After:  q, k, v = Split(Linear(x, [Wq; Wk; Wv]) [+ [bq; bk; bv]])
 Before: activation(Linear(x, Wg)) * Linear(x, Wu)
 After:  g, u = Split(Linear(x, [Wg; Wu])); activation(g) * u
 
-Widths are read from each weight. The packed weights are made when they are written, so nothing is held twice.
+Widths are read from each weight. The packed weights are made when they are written, so nothing is held twice. Where the
+matrices of a GGUF file keep forms that no one kernel takes, those of one form are packed and the others stay.
 """
 
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from graphport.export.graph_pass import (
 from graphport.export.portable_ops import DOMAIN
 
 ATTENTION_OPS = ("CachedAttention", "RotaryCachedAttention")
+
+_PARTS = "packed_from"  # in the metadata of a packed weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +67,20 @@ class Projection:
         return static_dims(self.weight)[0]
 
 
-def pack_qkv(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG001 - the shape of a pass
+def pack_qkv(model: ir.Model, plan: CompilePlan) -> PassReport:
     """Pack the query, key and value projections of every attention, through q/k norms where there are any."""
     fused, missed = [], []
     for node in list(model.graph):
         if node.domain != DOMAIN or node.op_type not in ATTENTION_OPS:
             continue
         projections = [_find_projection(value) for value in node.inputs[:3]]
-        site = attention_site(node)
-        obstacle = _find_obstacle(projections)
-        if obstacle is not None:
-            missed.append(Miss(site=site, check=obstacle[0], found=obstacle[1]))
-            continue
-        _pack([p for p in projections if p is not None], "query_key_value")
-        fused.append(site)
+        packed, miss = _pack_alike(projections, plan, site=attention_site(node), name="query_key_value")
+        fused += packed
+        missed += miss
     return PassReport(rule="packed_qkv", fused=tuple(fused), missed=tuple(missed))
 
 
-def pack_gate_up(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG001 - the shape of a pass
+def pack_gate_up(model: ir.Model, plan: CompilePlan) -> PassReport:
     """Pack the gate and up projections of every gated feed-forward."""
     fused, missed = [], []
     for node in list(model.graph):
@@ -92,14 +91,58 @@ def pack_gate_up(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG
             gate, up = _find_gate(node.inputs[1]), as_projection(node.inputs[0])
         if gate is None or up is None:
             continue
-        site = site_of(gate.output).removesuffix(".gate")
-        obstacle = _find_obstacle([gate, up])
-        if obstacle is not None:
-            missed.append(Miss(site=site, check=obstacle[0], found=obstacle[1]))
-            continue
-        _pack([gate, up], "gate_up")
-        fused.append(site)
+        packed, miss = _pack_alike([gate, up], plan, site=site_of(gate.output).removesuffix(".gate"), name="gate_up")
+        fused += packed
+        missed += miss
     return PassReport(rule="packed_gate_up", fused=tuple(fused), missed=tuple(missed))
+
+
+def can_pack(plan: CompilePlan, names: Sequence[str]) -> bool:
+    """Whether two or more of the matrices called `names` can share a kernel."""
+    return len(_largest_group([form_of(plan, name) for name in names])) > 1
+
+
+def form_of(plan: CompilePlan, name: str) -> str:
+    """What kind of operands the matrix called `name` becomes: only matrices of one form fit one kernel."""
+    return plan.matrices[name].form if plan.precision.keeps_blocks else plan.precision.name
+
+
+def packed_from(weight: ir.Value) -> tuple[str, ...]:
+    """The names of the matrices that `weight` was packed from, in order; its own when it was not."""
+    names: tuple[str, ...] = weight.meta.get(_PARTS, (weight.name or "",))
+    return names
+
+
+def _pack_alike(
+    projections: Sequence[Projection | None], plan: CompilePlan, *, site: str, name: str
+) -> tuple[list[str], list[Miss]]:
+    """Pack the projections of one form; the sites that were packed, and the miss when some were left."""
+    obstacle = _find_obstacle(projections)
+    if obstacle is not None:
+        return [], [Miss(site=site, check=obstacle[0], found=obstacle[1])]
+    known = [p for p in projections if p is not None]
+    forms = [form_of(plan, p.weight.name or "") for p in known]
+    group = _largest_group(forms)
+    parts = [known[index] for index in group]
+    missed = []
+    if len(parts) < len(known):
+        found = "; ".join(f"{_module(p)}: {form}" for p, form in zip(known, forms, strict=True))
+        missed = [Miss(site=site, check="the matrices are stored in one form", found=found)]
+        site = f"{site}, {' and '.join(map(_module, parts))}"
+    if len(parts) < 2:
+        return [], missed
+    _pack(parts, name if not missed else "_".join(map(_module, parts)))
+    return [site], missed
+
+
+def _largest_group(forms: Sequence[str]) -> list[int]:
+    """Positions of the most frequent form, of the first one when there are several."""
+    return max(([i for i, other in enumerate(forms) if other == form] for form in forms), key=len)
+
+
+def _module(projection: Projection) -> str:
+    """query, key, gate, ..."""
+    return (projection.weight.name or "").split(".")[-2]
 
 
 def attention_site(attention: ir.Node) -> str:
@@ -173,6 +216,7 @@ def _pack(projections: list[Projection], packed_name: str) -> None:
     graph = first.graph
     assert graph is not None
     weight = _concatenated(graph, [p.weight for p in projections], f"{name}.weight")
+    weight.meta[_PARTS] = tuple(p.weight.name or "" for p in projections)
     packed = new_node(first, "Linear", [first.inputs[0], weight], domain=DOMAIN, name=name)
     result = packed.outputs[0]
     biases = [p.bias for p in projections if p.bias is not None]

@@ -18,7 +18,7 @@ from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
-from graphport.export.pack_projections import pack_gate_up, pack_qkv
+from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
 from graphport.model_def.config import AttentionConfig, TransformerConfig
@@ -56,6 +56,8 @@ RULES = (
     "sampling",
 )
 
+_QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
+
 _MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
 
 
@@ -76,10 +78,16 @@ def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:
     """How often each rule must fire for this config on this target, counted from the config alone."""
     blocks = plan.config.blocks
+    attentions = [[f"blocks.{i}.attention.{part}.weight" for part in _QKV] for i in range(len(blocks))]
+    feed_forwards = [
+        [f"blocks.{i}.feed_forward.{part}.weight" for part in _GATE_UP]
+        for i, block in enumerate(blocks)
+        if block.feed_forward.gated
+    ]
     return {
         "residual_norm": _count_normed_sums(plan.config),
-        "packed_qkv": len(blocks),
-        "packed_gate_up": sum(block.feed_forward.gated for block in blocks),
+        "packed_qkv": sum(can_pack(plan, names) for names in attentions),
+        "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
         "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),

@@ -16,25 +16,43 @@ _ELEMENTS_AT_A_TIME = 1 << 22  # the float copies of a whole table would take se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockQuantized:
-    """A matrix [N, K] as blocks: `packed` uint8 [N, ceil(K/32), 32 * bits / 8], `scales` float32 [N, ceil(K/32)].
+    """A matrix [N, K] as blocks of `block_size` along K, J = ceil(K / block_size) a row.
 
-    w = (q - 2^(bits-1)) * scale; 4-bit values lie two a byte, the even element in the low nibble. K is padded with
-    zeros to whole blocks.
+    w = (q - zero_point) * scale + minimum, with `packed` uint8 [N, J, block_size * bits / 8] and `scales` float32
+    [N, J]; `zero_points` uint8 [N, J], None: all 2^(bits-1); `minima` float32 [N, J], None: all 0. 4-bit values lie two
+    a byte, the even element in the low nibble. K is padded with zeros to whole blocks.
     """
 
     packed: NDArray[np.uint8]
     scales: NDArray[np.float32]
     bits: int
     width: int
+    block_size: int = WEIGHT_BLOCK
+    zero_points: NDArray[np.uint8] | None = None
+    minima: NDArray[np.float32] | None = None
 
     def dequantize(self) -> NDArray[np.float32]:
         """The float32 matrix [N, K] that the kernels compute with."""
         values = self.packed
         if self.bits == 4:
             values = np.stack((values & 15, values >> 4), axis=-1).reshape(*values.shape[:2], -1)
-        signed = values.astype(np.float32) - np.float32(2 ** (self.bits - 1))
-        blocks = signed * self.scales[:, :, None]
+        middle = np.full((1, 1), 2 ** (self.bits - 1)) if self.zero_points is None else self.zero_points
+        blocks = (values.astype(np.float32) - middle[:, :, None].astype(np.float32)) * self.scales[:, :, None]
+        if self.minima is not None:
+            blocks += self.minima[:, :, None]
         return blocks.reshape(blocks.shape[0], -1)[:, : self.width]
+
+
+def pack_codes(codes: NDArray[np.uint8], *, bits: int, block_size: int) -> NDArray[np.uint8]:
+    """Codes [N, K], K whole blocks, in the layout of `BlockQuantized.packed`."""
+    packed = pack_pairs(codes) if bits == 4 else codes
+    return packed.reshape(len(codes), -1, block_size * bits // 8)
+
+
+def pack_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Values below 16 [N, M], two a byte [N, ceil(M / 2)], the even one in the low nibble; an odd row ends in 0."""
+    padded = np.pad(values, ((0, 0), (0, values.shape[1] % 2)))
+    return padded[:, 0::2] | np.left_shift(padded[:, 1::2], 4, dtype=np.uint8)
 
 
 def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
@@ -68,7 +86,5 @@ def _quantize_rows(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.u
     scales = peak / np.float32(-half) if bits == 4 else np.abs(peak) / np.float32(half - 1)
     divisors = np.where(scales == 0, np.float32(1), scales)[..., None]  # not a reciprocal: 1/scale may overflow
     quantized = np.clip(np.rint(blocks / divisors), -half, half - 1) + half
-    packed = quantized.astype(np.uint8)
-    if bits == 4:
-        packed = packed[..., 0::2] | (packed[..., 1::2] << 4)
-    return packed, scales.astype(np.float32)
+    codes = quantized.astype(np.uint8).reshape(rows, -1)
+    return pack_codes(codes, bits=bits, block_size=WEIGHT_BLOCK), scales.astype(np.float32)

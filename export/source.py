@@ -8,21 +8,22 @@ import contextlib
 import hashlib
 import runpy
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.signature import GenerationDefaults
 from graphport.model_def.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A module in eval mode, and the text side that came with it."""
+    """A module in eval mode, the text side that came with it, and its matrices as a GGUF file stores them."""
 
     model: Transformer
     generation: GenerationDefaults
@@ -31,6 +32,7 @@ class SourceModel:
     special_tokens: dict[str, str]
     source: dict[str, str]
     notes: tuple[str, ...]
+    stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
 
 def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
@@ -56,6 +58,7 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
         special_tokens=checkpoint.special_tokens,
         source=checkpoint.source,
         notes=checkpoint.notes,
+        stored=checkpoint.stored,
     )
 
 

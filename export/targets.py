@@ -21,13 +21,15 @@ class Precision:
     """Activation type and weight bits (None: weights in the activation type).
 
     `table_bits` are the bits of embedding and head: the head is half of a small model's bytes and the most
-    sensitive matrix, so 4-bit bundles keep it at 8.
+    sensitive matrix, so 4-bit bundles keep it at 8. `keeps_blocks`: matrices keep the blocks of a GGUF file, and the
+    bits are those of types that have no such form.
     """
 
     name: str
     activations: DType
     weight_bits: int | None = None
     table_bits: int | None = None
+    keeps_blocks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ CPU = Target(
         Precision(name="fp32", activations="float32"),
         Precision(name="int8", activations="float32", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float32", weight_bits=4, table_bits=8),
+        Precision(name="gguf", activations="float32", weight_bits=8, table_bits=8, keeps_blocks=True),
     ),
     caches=(INT8_CACHE, INT4_CACHE),
     head_multiple=8,
@@ -174,6 +177,7 @@ CUDA = Target(
         Precision(name="bf16", activations="bfloat16"),
         Precision(name="int8", activations="float16", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float16", weight_bits=4, table_bits=8),
+        Precision(name="gguf", activations="float16", weight_bits=8, table_bits=8, keeps_blocks=True),
     ),
     caches=(INT8_CACHE, FP8_CACHE),
     head_multiple=8,
@@ -192,8 +196,6 @@ CUDA = Target(
 TARGETS: tuple[Target, ...] = (CPU, CUDA)
 
 _REFUSED = {
-    ("cpu", "gguf"): "keeping a GGUF file's own values is not built yet",
-    ("cuda", "gguf"): "keeping a GGUF file's own values is not built yet",
     ("cpu", "bf16"): "the CPU provider has no bfloat16 kernels (a bf16 checkpoint exports as fp32, int8 or int4)",
     ("cpu", "fp16"): "the CPU provider widens float16 to float32, which costs twice the memory and gains nothing",
     ("cuda", "fp32"): "the CUDA provider has no float32 GroupQueryAttention and would run it on the CPU",

@@ -8,13 +8,14 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.signature import GenerationDefaults
 
 Shape = tuple[int, ...]
@@ -32,6 +33,7 @@ class Checkpoint:
     `tokenizer_json` is the text of a `tokenizers` file, `chat_template` a Jinja text, `special_tokens` the
     texts that templates know as bos_token, eos_token, ... `source` has the keys format,
     name and sha256. `notes` are sentences about what was ignored, assumed or converted.
+    `stored` are the matrices as a GGUF file holds them, by the names of `weights`; empty for other formats.
     """
 
     config: TransformerConfig
@@ -42,6 +44,7 @@ class Checkpoint:
     special_tokens: dict[str, str]
     source: dict[str, str]
     notes: tuple[str, ...] = ()
+    stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
 
 def account_for_tensors(where: str, *, found: Mapping[str, Shape], needed: Mapping[str, Shape]) -> None:

@@ -7,7 +7,9 @@ The container is read by `gguf_file.py`, metadata becomes a configuration in `gg
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from graphport.model_def.checkpoint_record import (
     Checkpoint,
@@ -20,6 +22,7 @@ from graphport.model_def.checkpoint_record import (
     stored_name,
 )
 from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.gguf_config import IGNORED_TENSORS, ROPE_TENSORS, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
 from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
@@ -75,19 +78,21 @@ def load_gguf(path: Path) -> Checkpoint:
     tokenizer = tokenizer_json(file.metadata, where=str(path), vocab_size=config.vocab_size)
     if tokenizer is None:
         notes.append("the file has no vocabulary; text cannot be encoded")
+    stored, weights = _read_weights(file, config, names)
     return Checkpoint(
         config=config,
-        weights=_read_weights(file, config, names),
+        weights=weights,
         generation=generation,
         tokenizer_json=tokenizer,
         chat_template=chat_template(file.metadata),
         special_tokens=special_tokens(file.metadata),
         source={"format": "gguf", "name": path.name, "sha256": hash_file(path)},
         notes=tuple(notes),
+        stored=stored,
     )
 
 
-def restored_rows(attention: AttentionConfig, num_heads: int) -> torch.Tensor:
+def restored_rows(attention: AttentionConfig, num_heads: int) -> NDArray[np.int64]:
     """Row order int64 [num_heads * head_dim] that undoes the llama converter's interleaving of a q or k matrix.
 
     The converter turns a head's rotary halves (0..r/2, r/2..r) into pairs (0, r/2, 1, r/2 + 1, ...), see `permute` in
@@ -95,9 +100,9 @@ def restored_rows(attention: AttentionConfig, num_heads: int) -> torch.Tensor:
     """
     assert attention.rotary is not None  # every architecture read here rotates
     rotary_dim = attention.rotary.rotary_dim(attention.head_dim)
-    head = torch.arange(attention.head_dim)
+    head = np.arange(attention.head_dim)
     head[:rotary_dim] = head[:rotary_dim].reshape(-1, 2).T.reshape(-1)
-    return (torch.arange(num_heads)[:, None] * attention.head_dim + head).reshape(-1)
+    return (np.arange(num_heads)[:, None] * attention.head_dim + head).reshape(-1)
 
 
 def _account(file: GgufFile, config: TransformerConfig, names: Mapping[str, str]) -> None:
@@ -110,18 +115,28 @@ def _account(file: GgufFile, config: TransformerConfig, names: Mapping[str, str]
     account_for_tensors(str(file.path), found=found, needed={names[ours]: shape for ours, shape in shapes.items()})
 
 
-def _read_weights(file: GgufFile, config: TransformerConfig, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _read_weights(
+    file: GgufFile, config: TransformerConfig, names: Mapping[str, str]
+) -> tuple[dict[str, StoredMatrix], dict[str, torch.Tensor]]:
+    """The matrices as they are stored, and every tensor as float32, both in the order of our rows."""
+    stored, weights = {}, {}
+    for ours, theirs in names.items():
+        rows = _rows(file, config, ours)
+        if len(file.tensors[theirs].shape) == 2:
+            stored[ours] = StoredMatrix(kind=file.tensors[theirs].kind, data=file.blocks(theirs), rows=rows)
+        weight = as_float32(f"{file.path.name}: {theirs}", torch.from_numpy(file.read(theirs)))
+        weights[ours] = weight if rows is None else weight[torch.from_numpy(rows)]
+    return stored, weights
+
+
+def _rows(file: GgufFile, config: TransformerConfig, ours: str) -> NDArray[np.int64] | None:
+    """The file's rows in the order of our parameter; None where both are the same."""
+    module = ours.rpartition(".")[0]
     is_permuted = file.metadata["general.architecture"] in _PERMUTED
-    weights = {}
-    for ours, stored in names.items():
-        weight = as_float32(f"{file.path.name}: {stored}", torch.from_numpy(file.read(stored)))
-        module = ours.rpartition(".")[0]
-        if is_permuted and module.endswith((".attention.query", ".attention.key")):
-            attention = config.blocks[int(ours.split(".")[1])].attention
-            heads = attention.num_heads if module.endswith("query") else attention.num_kv_heads
-            weight = weight[restored_rows(attention, heads)]
-        weights[ours] = weight
-    return weights
+    if not is_permuted or not module.endswith((".attention.query", ".attention.key")):
+        return None
+    attention = config.blocks[int(ours.split(".")[1])].attention
+    return restored_rows(attention, attention.num_heads if module.endswith("query") else attention.num_kv_heads)
 
 
 def _generation(file: GgufFile, vocab_size: int, notes: list[str]) -> GenerationDefaults:

@@ -57,7 +57,8 @@ class GgufFile:
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """The tensor as a float32 array of its own memory, in torch's shape."""
         tensor = self.tensors[name]
-        values = dequantize(np.ascontiguousarray(self.blocks(name)), tensor.kind)
+        with np.errstate(invalid="ignore"):  # a scale that is not finite; the reader of the weights refuses it
+            values = dequantize(np.ascontiguousarray(self.blocks(name)), tensor.kind)
         return np.require(values.reshape(tensor.shape), dtype=np.float32, requirements=["C", "W"])
 
 
@@ -185,9 +186,10 @@ def _check_kinds(path: Path, infos: list[tuple[str, Shape, int, int]]) -> None:
         if not decodable[number]:
             known = number in list(GGMLQuantizationType)
             label = GGMLQuantizationType(number).name if known else f"number {number}"
+            names = ", ".join(kind.name for kind in GGMLQuantizationType if _can_decode(kind))
             raise CheckpointError(
-                f"{path}: tensor {name} has type {label}, which the gguf package does not decode; "
-                "quantise the model to another type"
+                f"{path}: tensor {name} has type {label}, which the gguf package does not decode; known are {names}; "
+                "quantise the model to one"
             )
 
 

@@ -42,18 +42,21 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
     assert arguments == ("model.gguf", Path("build/out"))
     assert options == {
         "target": "cpu",
-        "precision": "int8",
+        "precision": None,
         "kv_cache": "auto",
         "context": None,
+        "accuracy_level": None,
         "seed": 0,
         "verify": True,
         "require_fused": {},
+        "require_exact": False,
         "force": False,
     }
 
 
 def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
-    options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --seed 3 --no-verify --force"
+    options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --accuracy-level 4 --seed 3"
+    options += " --no-verify --force --require-exact"
     fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
     assert main(["export", "m", "o", *options.split(), *fused]) == 0
     passed = fake_export.calls[0][1]
@@ -63,9 +66,11 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
         "precision": "fp16",
         "kv_cache": "int8",
         "context": 64,
+        "accuracy_level": 4,
         "seed": 3,
         "verify": False,
         "require_fused": {"attention": "all", "pack_qkv": 30},
+        "require_exact": True,
         "force": True,
     }
 
@@ -115,6 +120,27 @@ def test_report_shows_manifest_files_fusions_and_certificate(bundle: Path, capsy
     assert data["manifest"]["precision"] == "int8"
     assert data["fusions"] == {"pack_qkv": 2}
     assert data["checks"] == [CHECK]
+
+
+def test_report_groups_the_matrices_of_a_gguf_file_by_place_type_and_form(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(name: str, source: str, error: float) -> dict[str, Any]:
+        return {"name": name, "source": source, "form": "8-bit/32", "exact": error == 0, "max_error": error}
+
+    path = bundle / "fusions.json"
+    account = json.loads(path.read_text())
+    queries = [row(f"blocks.{layer}.attention.query.weight", "Q8_0", 0.0) for layer in range(12)]
+    rows = [*queries, row("blocks.0.feed_forward.up.weight", "NVFP4", 0.0125)]
+    path.write_text(json.dumps(account | {"matrices": rows, "accuracy_level": 4}))
+    assert main(["report", str(bundle)]) == 0
+    shown = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().err.splitlines()]
+    assert "attention.query 12 Q8_0 8-bit/32 exact" in shown
+    assert "feed_forward.up 1 NVFP4 8-bit/32 0.0125, encoded anew" in shown
+    assert "accuracy level 4: activations rounded to 8 bits" in shown
+    assert main(["report", str(bundle), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["matrices"], data["accuracy_level"]) == (rows, 4)
 
 
 def test_report_says_when_there_is_no_certificate(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

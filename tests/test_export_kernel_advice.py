@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tiny_models import attention, block, decoder, tiny_model
 
-from graphport.cli_tables import print_report, read_report
+from graphport.cli_report import print_report, read_report
 from graphport.export.model_export import export
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import FUSIONS_FILE

@@ -279,6 +279,30 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path) -> None
         load_checkpoint(write_gguf(tmp_path / "x.gguf", model))
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_block_whose_scale_is_not_finite_is_refused_by_its_tensors_name(scale: float, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf", make_model("llama", **_QUANTISED), kind=_KIND.Q8_0)
+    data = bytearray(path.read_bytes())
+    offset = read_gguf_file(path).tensors["blk.1.ffn_up.weight"].offset
+    data[offset : offset + 2] = np.float16(scale).tobytes()
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"x\.gguf: blk\.1\.ffn_up\.weight has values that are not finite"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_1"])
+def test_the_stored_matrices_decode_to_the_weights_in_their_row_order(kind: str, tmp_path: Path) -> None:
+    model = make_model("llama", **_QUANTISED)
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "x.gguf", model, kind=_KIND[kind]))
+    matrices = {name for name, weight in checkpoint.weights.items() if weight.ndim == 2}
+    assert set(checkpoint.stored) == matrices
+    for name in matrices:
+        assert checkpoint.stored[name].kind.name == kind
+        assert np.array_equal(checkpoint.stored[name].dequantize(), checkpoint.weights[name].numpy())
+    assert checkpoint.stored["blocks.0.attention.query.weight"].rows is not None
+    assert checkpoint.stored["blocks.0.attention.value.weight"].rows is None
+
+
 def test_b105_end_of_text_turn_and_message_ids_are_all_read(tmp_path: Path) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.add_bos_token_id(1)

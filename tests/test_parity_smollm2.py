@@ -21,6 +21,8 @@ MAX_NODES = 320
 FP32_MAX_ABS = 5e-4  # 8.3e-5
 FP32_KL = 1e-9  # 1.4e-11
 INT8_KL = 0.006  # 0.0020
+GGUF_KL = 0.005  # 0.0029: 8-bit activations
+GGUF_EXACT_KL = 1e-6  # 1.9e-11: exact activations
 EAGER_MAX_ABS = 5e-4  # our module against transformers: 6.3e-5
 PATHS_MAX_ABS = 5e-4  # chunks, steps and batches against one piece: 6.1e-5
 
@@ -89,9 +91,10 @@ def bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     from graphport.export import export
 
     folder = tmp_path_factory.mktemp("smollm2")
-    paths = {name: folder / name for name in ("fp32", "int8")}
+    paths = {name: folder / name for name in ("fp32", "int8", "gguf")}
     export(smollm2_gguf, paths["fp32"], precision="fp32", verify=False)
     export(smollm2_gguf, paths["int8"], precision="int8", verify=True)
+    export(smollm2_gguf, paths["gguf"], verify=True, require_exact=True)
     return paths
 
 
@@ -129,6 +132,26 @@ def test_the_int8_bundle_stays_close_to_eager(
 
     found = compare(eager, int8.logits([text_ids])[0])
     assert found.kl <= INT8_KL, found
+
+
+def test_the_gguf_bundle_keeps_every_value_of_the_file(
+    bundles: dict[str, Path], eager: NDArray[np.float32], text_ids: list[int]
+) -> None:
+    from graphport.export.parity import compare
+
+    account = json.loads((bundles["gguf"] / "fusions.json").read_text(encoding="utf-8"))
+    assert {(row["source"], row["form"], row["max_error"]) for row in account["matrices"]} == {
+        ("Q4_1", "4-bit/32 + minima", 0.0),
+        ("Q8_0", "8-bit/32", 0.0),
+    }
+    checks = json.loads((bundles["gguf"] / "certificate.json").read_text(encoding="utf-8"))["checks"]
+    (exact,) = (check["measured"] for check in checks if check["name"].startswith("exact blocks"))
+    assert 0 <= exact <= GGUF_EXACT_KL
+    with load(bundles["gguf"]) as lm:
+        found = compare(eager, lm.logits([text_ids])[0])
+    assert 0 < found.kl <= GGUF_KL, found
+    sizes = {name: (bundles[name] / "model.onnx.data").stat().st_size for name in ("int8", "gguf")}
+    assert sizes["gguf"] < 0.75 * sizes["int8"]
 
 
 def test_a_shifted_text_and_zeros_are_rejected_by_the_same_limits(

@@ -14,6 +14,7 @@ import gguf
 import numpy as np
 import torch
 from gguf.quants import dequantize, quantize
+from tiny_blocks import random_matrix
 from tokenizers import Tokenizer
 from transformers import (
     LlamaConfig,
@@ -133,14 +134,15 @@ def write_gguf(
     path: Path,
     model: Any,
     *,
-    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kind: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType.F32,
     extra: dict[str, np.ndarray] | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda _writer: None,
 ) -> Path:
     """Write `model` as llama.cpp's converter does: names by gguf's table, q and k of a llama permuted.
 
-    Matrices become `kind`, vectors stay F32; `model`'s own weights are set to what the blocks decode to, so that its
-    logits are the reference. `extra` adds float32 tensors, `edit` adds metadata.
+    Matrices become `kind` (or what it says for a name of `model`'s), vectors stay F32; `model`'s own weights are set to
+    what the blocks decode to, so that its logits are the reference. Types that gguf-py does not quantise to get random
+    blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
@@ -156,8 +158,10 @@ def write_gguf(
             module = name.split(".")[-2]
             if config.model_type == "llama" and module in heads:
                 rows = converter_rows(heads[module], head_dim)
-            tensor_kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-            blocks = quantize(values[rows], tensor_kind)
+            tensor_kind = gguf.GGMLQuantizationType.F32
+            if values.ndim == 2:
+                tensor_kind = kind(name) if callable(kind) else kind
+            blocks = _blocks(values[rows], tensor_kind)
             decoded = dequantize(blocks, tensor_kind).astype(np.float32).reshape(values.shape)
             parameter[torch.from_numpy(rows)] = torch.from_numpy(decoded)
             writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), blocks, raw_dtype=tensor_kind)
@@ -165,6 +169,13 @@ def write_gguf(
         writer.add_tensor(name, tensor.astype(np.float32))
     finish(writer)
     return path
+
+
+def _blocks(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        return random_matrix(kind, *values.shape, seed=int(1e6 * abs(values[0, 0])))
 
 
 def _add_sizes(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:

@@ -151,10 +151,11 @@ def export_decoder(model: Transformer, *, max_length: int = MAX_LENGTH) -> ir.Mo
     return torch_to_onnx(CachedDecoder(model, max_length=max_length), decoder_signature(model.config))
 
 
-def make_plan(config: TransformerConfig, precision: str = "fp32", *, target: Target = CPU) -> CompilePlan:
-    return CompilePlan(
-        config=config, target=target, precision=target.precision(precision), max_length=config.max_positions
-    )
+def make_plan(
+    config: TransformerConfig, precision: str = "fp32", *, target: Target = CPU, **changes: Any
+) -> CompilePlan:
+    row = target.precision(precision)
+    return CompilePlan(config=config, target=target, precision=row, max_length=config.max_positions, **changes)
 
 
 def decoder_feed(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from graphport import cli_tables
+from graphport import cli_report, cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
 from graphport.model_def.signature import TOKENIZER_FILE
 
@@ -27,7 +27,13 @@ def export(
     out: Annotated[Path, typer.Argument(help="Bundle folder to write; must not exist, unless --force.")],
     *,
     target: Annotated[Target, typer.Option(help="Where the bundle will run.")] = "cpu",
-    precision: Annotated[Precision, typer.Option(help="Weights and activations; gguf is not built yet.")] = "int8",
+    precision: Annotated[
+        Precision | None,
+        typer.Option(help="Weights (default: gguf for a GGUF file with quantised blocks on cpu, else int8)."),
+    ] = None,
+    accuracy_level: Annotated[
+        int | None, typer.Option(help="Activations of quantised matrices: 0 exact, 4 at 8 bits (cpu's default).")
+    ] = None,
     kv_cache: Annotated[CacheType, typer.Option(help="Element type of the KV cache.")] = "auto",
     context: Annotated[int | None, typer.Option(min=1, help="Longest prompt + answer, in tokens.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs used to verify.")] = 0,
@@ -35,6 +41,9 @@ def export(
     require_fused: Annotated[
         list[str] | None, typer.Option(metavar="RULE=all|N", help="Fail unless RULE matched everywhere, or N times.")
     ] = None,
+    require_exact: Annotated[
+        bool, typer.Option("--require-exact", help="Fail if a matrix of the GGUF file would be encoded anew.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     _debug: Debug = False,
 ) -> None:
@@ -54,7 +63,9 @@ def export(
             context=context,
             seed=seed,
             verify=not no_verify,
+            accuracy_level=accuracy_level,
             require_fused=required,
+            require_exact=require_exact,
             force=force,
             progress=progress,
         )
@@ -98,11 +109,11 @@ def verify(
 
 def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) -> None:
     """Show what a bundle is: manifest, files, what fused, certificate."""
-    facts = cli_tables.read_report(bundle)
+    facts = cli_report.read_report(bundle)
     if as_json:
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
     else:
-        cli_tables.print_report(facts)
+        cli_report.print_report(facts)
 
 
 def _required_fusions(values: list[str]) -> dict[str, int | Literal["all"]]:

@@ -1,15 +1,13 @@
 """Tables and progress of the command line, drawn by rich on stderr.
 
-In: manifests, fusion counts, certificate checks. Out: text on stderr, and `Report` records with their JSON data. It
-exports, verifies and runs nothing; torch-free.
+In: manifests, fusion counts, certificate checks. Out: text on stderr. It exports, verifies and runs nothing, and is
+torch-free. What a bundle says about itself is read in `cli_report.py`.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
@@ -17,12 +15,10 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+from graphport.model_def.signature import Manifest
 
 if TYPE_CHECKING:
     from graphport.runtime.evaluate import Evaluation
-
-_CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
 
 
 class Check(Protocol):
@@ -55,27 +51,6 @@ class CheckRow:
         return asdict(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a bundle says about itself; `checks` is None when it was exported without a certificate."""
-
-    path: Path
-    manifest: Manifest
-    fusions: dict[str, int]
-    advice: tuple[str, ...]
-    checks: tuple[CheckRow, ...] | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data: path, manifest, fusions, advice, checks (null without a certificate)."""
-        return {
-            "path": str(self.path),
-            "manifest": json.loads(self.manifest.to_json()),
-            "fusions": self.fusions,
-            "advice": self.advice,
-            "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
-        }
-
-
 def check_row(check: Check) -> CheckRow:
     """What is shown of a check that the exporter returned."""
     return CheckRow(
@@ -85,46 +60,6 @@ def check_row(check: Check) -> CheckRow:
         passed=bool(check.passed),
         detail=check.detail,
     )
-
-
-def read_report(folder: Path) -> Report:
-    """Read manifest, fusions and certificate of a bundle; raises ValueError when a file is torn."""
-    manifest = read_manifest(folder)
-    fusions = _read_json(folder / FUSIONS_FILE)
-    certificate = _read_json(folder / CERTIFICATE_FILE)
-    try:
-        counts = {} if fusions is None else {str(rule): int(count) for rule, count in fusions["counts"].items()}
-        advice = () if fusions is None else tuple(map(str, fusions.get("advice", ())))
-        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
-        ) from error
-    return Report(path=folder, manifest=manifest, fusions=counts, advice=advice, checks=checks)
-
-
-def print_report(report: Report) -> None:
-    """All tables of a bundle."""
-    manifest = report.manifest
-    table = Table("bundle", escape(str(report.path)))
-    for name, value in (
-        ("target", manifest.target),
-        ("precision", manifest.precision),
-        ("KV cache", _CACHE_NAMES.get(manifest.cache_dtype, manifest.cache_dtype)),
-        ("longest text", f"{manifest.max_length} tokens"),
-        ("layers", str(manifest.config.num_layers)),
-        ("vocabulary", str(manifest.config.vocab_size)),
-        *((f"source {key}", value) for key, value in manifest.source.items()),
-        ("graphport", manifest.graphport_version),
-    ):
-        table.add_row(escape(name), escape(value))
-    _console().print(table)
-    print_bundle(manifest, report.fusions, report.checks or ())
-    print_notes(report.advice)
-    if report.checks is None:
-        print_line("no certificate: it was exported with --no-verify")
-    elif manifest.target != "cpu":
-        print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
 
 
 def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequence[CheckRow]) -> None:
@@ -216,6 +151,11 @@ def _print_worst(result: "Evaluation") -> None:
         Console().print(table)
 
 
+def print_table(table: Table) -> None:
+    """`table` on stderr."""
+    _console().print(table)
+
+
 def print_notes(notes: Iterable[str]) -> None:
     """One line a note."""
     for note in notes:
@@ -257,15 +197,6 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 def _console() -> Console:
     return Console(stderr=True)
-
-
-def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
 
 
 def _size(num_bytes: int) -> str:

@@ -1,0 +1,137 @@
+"""What a bundle says about itself: read from its files, printed as tables or as JSON.
+
+In: a bundle folder. Out: a `Report`, text on stderr. It verifies and runs nothing; torch-free.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
+from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+
+_CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
+_ACCURACY = {0: "0: activations as they are", 4: "4: activations rounded to 8 bits"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRow:
+    """How a matrix of a GGUF file is held: its type there, its form here, the largest change of a value."""
+
+    name: str
+    source: str
+    form: str
+    exact: bool
+    max_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a bundle says about itself; `checks` is None when it was exported without a certificate.
+
+    `matrices` are those of a GGUF file in precision gguf; `accuracy_level` is how quantised matrices are multiplied.
+    """
+
+    path: Path
+    manifest: Manifest
+    fusions: dict[str, int]
+    advice: tuple[str, ...]
+    matrices: tuple[MatrixRow, ...]
+    accuracy_level: int | None
+    checks: tuple[CheckRow, ...] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data of every field; checks are null without a certificate."""
+        return {
+            "path": str(self.path),
+            "manifest": json.loads(self.manifest.to_json()),
+            "fusions": self.fusions,
+            "advice": self.advice,
+            "matrices": [asdict(row) for row in self.matrices],
+            "accuracy_level": self.accuracy_level,
+            "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
+        }
+
+
+def read_report(folder: Path) -> Report:
+    """Read manifest, fusions and certificate of a bundle; raises ValueError when a file is torn."""
+    manifest = read_manifest(folder)
+    account = _read_json(folder / FUSIONS_FILE)
+    certificate = _read_json(folder / CERTIFICATE_FILE)
+    account = {"counts": {}} if account is None else account
+    try:
+        counts = {str(rule): int(count) for rule, count in account["counts"].items()}
+        advice = tuple(map(str, account.get("advice", ())))
+        matrices = tuple(MatrixRow(**row) for row in account.get("matrices", ()))
+        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
+        ) from error
+    return Report(
+        path=folder,
+        manifest=manifest,
+        fusions=counts,
+        advice=advice,
+        matrices=matrices,
+        accuracy_level=account.get("accuracy_level"),
+        checks=checks,
+    )
+
+
+def print_report(report: Report) -> None:
+    """All tables of a bundle."""
+    manifest = report.manifest
+    table = Table("bundle", escape(str(report.path)))
+    for name, value in (
+        ("target", manifest.target),
+        ("precision", manifest.precision),
+        *(() if (level := report.accuracy_level) is None else (("accuracy level", _ACCURACY[level]),)),
+        ("KV cache", _CACHE_NAMES.get(manifest.cache_dtype, manifest.cache_dtype)),
+        ("longest text", f"{manifest.max_length} tokens"),
+        ("layers", str(manifest.config.num_layers)),
+        ("vocabulary", str(manifest.config.vocab_size)),
+        *((f"source {key}", value) for key, value in manifest.source.items()),
+        ("graphport", manifest.graphport_version),
+    ):
+        table.add_row(escape(name), escape(value))
+    print_table(table)
+    print_bundle(manifest, report.fusions, report.checks or ())
+    print_matrices(report.matrices)
+    print_notes(report.advice)
+    if report.checks is None:
+        print_line("no certificate: it was exported with --no-verify")
+    elif manifest.target != "cpu":
+        print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+
+
+def print_matrices(matrices: Sequence[MatrixRow]) -> None:
+    """One row for the matrices of one place, type and form in all layers: how many, and the largest change."""
+    if not matrices:
+        return
+    table = Table("matrix", "count", "file", "bundle", "largest change")
+    table.columns[1].justify = "right"
+    groups: dict[tuple[str, str, str], list[MatrixRow]] = {}
+    for row in matrices:
+        place = re.sub(r"^blocks\.\d+\.", "", row.name).removesuffix(".weight")
+        groups.setdefault((place, row.source, row.form), []).append(row)
+    for (name, source, form), rows in groups.items():
+        change = f"[bold]{max(row.max_error for row in rows):.3g}, encoded anew[/]"
+        kept = "[green]exact[/]" if all(row.exact for row in rows) else change
+        table.add_row(escape(name), str(len(rows)), escape(source), escape(form), kept)
+    print_table(table)
+
+
+def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); export the bundle again") from error
