@@ -66,10 +66,6 @@ class FakeCudart:
 
     cudaMallocHost = cudaMalloc  # noqa: N815
 
-    def cudaMemGetInfo(self, free: Any, total: Any) -> int:  # noqa: N802
-        free._obj.value = total._obj.value = 1 << 40
-        return self.status
-
     def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
         self.given_back.append(self.blocks.pop(address.value or 0))
         return self.status

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -80,6 +81,26 @@ def test_the_plan_covers_what_a_process_takes_and_is_not_far_above(
     weights, rest, planned_weights, planned_rest = json.loads(done.stdout)
     assert 0.5 * planned_weights < weights <= planned_weights
     assert 0.4 * planned_rest < rest <= planned_rest
+
+
+_OPEN = """
+import json, sys
+from graphport.runtime import load
+plan = load(sys.argv[1], device="cuda", threads=1).memory_plan
+print(json.dumps([plan.timing, plan.weights + plan.repacked]))
+"""
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_choosing_among_kernels_takes_what_was_planned_to_the_byte(
+    precision: str, bundle: Bundles, stubs: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "calls"
+    done = cuda_stubs.run_python(stubs, _OPEN, str(bundle("cuda", precision)), CUDA_STUB_LOG=str(log))
+    assert done.returncode == 0, done.stderr
+    timing, weights = json.loads(done.stdout)
+    taken = sorted(int(size) for size in re.findall(r"^cudaMalloc (\d+)$", log.read_text(), re.MULTILINE))
+    assert taken[-1] == timing > weights  # its matrices are small: timing takes more than they
 
 
 # Serves requests on a device that only counts memory; prints what is taken besides the cache after each.
