@@ -1,7 +1,7 @@
 """What a session on CUDA is opened with: the stream it runs on, and whether it captures graphs.
 
 In: the caller's wishes. Out: options of ONNX Runtime's CUDA provider, the runtime of the stream, and the reason when
-capture was refused. It opens no session (see `device.py`).
+capture was refused. It opens no session (see `opening.py`).
 """
 
 from collections.abc import Mapping

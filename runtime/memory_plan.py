@@ -26,6 +26,7 @@ _LIBRARY_BYTES = 256 * MIB
 _ARENA_SHARE = 4
 _LEAST_ARENA = 32 * MIB
 
+_SAMPLING_BYTES = 8  # a logit: temporaries of its row's reductions, where the graph ends with them
 _DEQUANTISED_AT_ONCE = 256 * MIB  # MatMulNBits on CUDA widens a matrix in pieces of at most this
 _HALF_AND_FLOAT = 6  # bytes: on the CPU a float16 activation exists as float32 too
 _PACKED_BLOCKS = 1.3  # the CPU's copy of a matrix in blocks, with sums of the blocks, to the bytes in the file
@@ -37,7 +38,9 @@ class ModelSizes:
 
     weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
     type of activations. cache_bytes_per_token: of one row. fused_attention: whether GroupQueryAttention computes it.
-    repacks: whether the CUDA kernel of MatMulNBits makes a copy in an order of its own.
+    samples: whether the graph reduces its logits.
+    repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
+    takes while the session is opened.
     """
 
     config: TransformerConfig
@@ -48,7 +51,9 @@ class ModelSizes:
     cache_dtype: DType
     cache_bytes_per_token: int
     fused_attention: bool
-    repacks: bool
+    samples: bool = False
+    repacked: int = 0
+    timing: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +69,27 @@ class RunLimits:
 class MemoryPlan:
     """Bytes on `device` by part.
 
-    `weights`: as the kernels hold them. `repacked`: second copies while the session is opened. `workspace`: all that
-    one step needs. `libraries`: outside ONNX Runtime's own allocators. `cache`: max_batch rows of max_length tokens.
+    `weights`: as the kernels hold them. `repacked`: what they hold twice. `timing`: while the session is opened, before
+    there is a workspace or a cache. `workspace`: what ONNX Runtime takes for one step. `logits`: what a step gives.
+    `libraries`: outside ONNX Runtime's own allocators. `cache`: max_batch rows of max_length tokens.
     """
 
     device: Device
     limits: RunLimits
     weights: int
     repacked: int
+    timing: int
     workspace: int
+    logits: int
     libraries: int
     cache: int
 
     @property
     def total(self) -> int:
-        """Bytes of all parts."""
-        return self.weights + self.repacked + self.workspace + self.libraries + self.cache
+        """Bytes at the peak: when the session is opened, or when it runs."""
+        return (
+            self.weights + self.repacked + self.libraries + max(self.timing, self.workspace + self.logits + self.cache)
+        )
 
     @property
     def arena_limit(self) -> int:
@@ -88,7 +98,7 @@ class MemoryPlan:
 
     def parts(self) -> str:
         """The parts in words, those of no bytes left out."""
-        named = ("weights", "repacked", "workspace", "libraries", "cache")
+        named = ("weights", "repacked", "timing", "workspace", "logits", "libraries", "cache")
         return ", ".join(f"{name} {getattr(self, name) / MIB:.1f}" for name in named if getattr(self, name))
 
 
@@ -98,8 +108,10 @@ def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
         device=sizes.device,
         limits=limits,
         weights=_weights(sizes),
-        repacked=sizes.blocks if sizes.repacks else 0,
+        repacked=sizes.repacked,
+        timing=sizes.timing,
         workspace=_workspace(sizes, limits),
+        logits=_logits_bytes(sizes, limits),
         libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
         cache=sizes.cache_bytes_per_token * limits.max_batch * limits.max_length,
     )
@@ -136,10 +148,22 @@ def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
     element = _activation_bytes(sizes)
     layer = max(_layer_elements(config.hidden_size, block) for block in config.blocks)
     attention = max(_attention_bytes(sizes, block.attention, limits) for block in config.blocks)
-    rows = max(limits.max_batch, min(tokens, SCORING_BYTES // (ELEMENT_BYTES["float32"] * config.vocab_size)))
-    logits = rows * config.vocab_size * (ELEMENT_BYTES["float32"] + element)
+    temporaries = element + (_SAMPLING_BYTES if sizes.samples else 0)
+    logits = _logits_rows(sizes, limits) * config.vocab_size * temporaries
     needed = tokens * layer * element + attention + logits + _dequantised_bytes(sizes)
     return needed if sizes.device == "cpu" else max(_LEAST_ARENA, 1 << (needed - 1).bit_length())
+
+
+def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
+    """The logits that a step gives; a larger tensor is taken before the smaller is let go, which on the CPU is free."""
+    rows = _logits_rows(sizes, limits) * (2 if sizes.device == "cuda" else 1)
+    return rows * sizes.config.vocab_size * ELEMENT_BYTES["float32"]
+
+
+def _logits_rows(sizes: ModelSizes, limits: RunLimits) -> int:
+    """Rows of logits at once: a token of each row, or a piece of a text that is scored."""
+    piece = max(1, SCORING_BYTES // (ELEMENT_BYTES["float32"] * sizes.config.vocab_size))
+    return max(limits.max_batch, min(limits.prefill_chunk, limits.max_length, piece))
 
 
 def _activation_bytes(sizes: ModelSizes) -> int:

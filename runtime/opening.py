@@ -4,8 +4,9 @@ In: a checked bundle, a `DeviceRequest`, limits of the run. Out: an ONNX Runtime
 plan of its memory. What can be refused is refused before the session is opened. It runs nothing.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +27,9 @@ from graphport.runtime.device import (
 )
 from graphport.runtime.kernel_limits import kernel_limit
 from graphport.runtime.kv_cache import FIRST_CAPACITY
-from graphport.runtime.memory import MIB, cache_bytes_per_token, cache_specs, free_memory, require_memory
-from graphport.runtime.memory_plan import (
-    MemoryPlan,
-    ModelSizes,
-    RunLimits,
-    longest_that_fits,
-    most_rows_that_fit,
-    plan_memory,
-)
+from graphport.runtime.memory import MIB, free_memory, require_memory
+from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
+from graphport.runtime.model_sizes import model_sizes
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
 # would otherwise be stored twice (an unfolded Reshape costs nothing).
@@ -44,9 +39,10 @@ _SESSION_ENTRIES = {
     "session.record_ep_graph_assignment_info": "1",
     "optimization.constant_folding_max_output_size_in_bytes": str(_LARGEST_FOLDED_CONSTANT),
 }
-_REPACK_ENTRY = "ep.cuda.fpa_intb_gemm"  # "1": MatMulNBits copies its weights into the order of the CUTLASS kernel
-# The arena would round each weight up to a power of two and count it against its limit.
-_CUDA_ENTRIES = {"session.use_device_allocator_for_initializers": "1", _REPACK_ENTRY: "1"}
+_CUDA_ENTRIES = {
+    "session.use_device_allocator_for_initializers": "1",  # the arena rounds up to powers of two and counts its limit
+    "ep.cuda.fpa_intb_gemm": "1",  # MatMulNBits orders its weights for the compact GEMM
+}
 
 _LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 
@@ -92,23 +88,6 @@ def open_graph(
     return OpenedGraph(session=session, device="cpu", device_id=0, plan=plan, provider_options={})
 
 
-def model_sizes(bundle: BundleFiles, device: Device) -> ModelSizes:
-    """What of the bundle decides its memory on `device`."""
-    header = bundle.header
-    in_blocks = {name for node in header.nodes_of("MatMulNBits") for name in node.inputs[1:3]}
-    return ModelSizes(
-        config=bundle.manifest.config,
-        device=device,
-        weights=bundle.weights_bytes,
-        blocks=sum(header.tensors[name].num_bytes for name in in_blocks if name in header.tensors),
-        float_type=header.float_type,
-        cache_dtype=bundle.manifest.cache_dtype,
-        cache_bytes_per_token=cache_bytes_per_token(cache_specs(bundle.manifest)),
-        fused_attention=len(header.nodes_of("GroupQueryAttention")) >= bundle.manifest.config.num_layers,
-        repacks=_session_entries(device).get(_REPACK_ENTRY) == "1",
-    )
-
-
 def _open_on_cuda(
     bundle: BundleFiles,
     device_id: int,
@@ -121,13 +100,16 @@ def _open_on_cuda(
     limit = kernel_limit(bundle.header, bundle.manifest.cache_dtype, "cuda")
     if limit is not None:
         raise DeviceError(f"{bundle.folder} cannot run on CUDA: {limit}; export it with --target cuda")
-    plan = _checked_plan(bundle, "cuda", limits, _free_on_cuda(device_id), name=f"CUDA device {device_id}")
+    with _errors_of(device_id):
+        free = device_memory(device_id).free
+    plan = _checked_plan(bundle, "cuda", limits, free, name=f"CUDA device {device_id}")
     # Blocks that double are used again. Blocks of the very size asked for are not, when prompts grow: 900 MiB where
     # 130 do, measured on 512 prompts of 1 to 512 tokens (SmolLM2-135M).
     own = {"gpu_mem_limit": str(plan.arena_limit), "arena_extend_strategy": "kNextPowerOfTwo"}
     if device_id:  # its default is 0, and ONNX Runtime 1.31 warns of any that is given
         own["device_id"] = str(device_id)
-    session = _open_for_capture(bundle, {**options, **own}, cuda, threads=threads)
+    with _errors_of(device_id):
+        session = _open_for_capture(bundle, {**options, **own}, cuda, threads=threads)
     note_missing_cudnn()
     taken = session.get_provider_options()["CUDAExecutionProvider"]
     _log.info(
@@ -150,9 +132,11 @@ def _open_for_capture(bundle: BundleFiles, options: Mapping[str, str], cuda: Cud
     return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads)
 
 
-def _free_on_cuda(device_id: int) -> int:
+@contextlib.contextmanager
+def _errors_of(device_id: int) -> Iterator[None]:
+    """What the CUDA runtime fails with makes the device unusable."""
     try:
-        return device_memory(device_id).free
+        yield
     except CudaError as error:
         raise DeviceError(f"CUDA device {device_id} cannot be used: {error}; use device='cpu'") from error
 
@@ -170,7 +154,7 @@ def _require_cpu_kernels(bundle: BundleFiles, reason: str) -> None:
 
 def _checked_plan(bundle: BundleFiles, device: Device, limits: RunLimits, free: int, *, name: str) -> MemoryPlan:
     """The plan for `limits`; refused unless the weights, one small step and its cache fit into `free` bytes."""
-    sizes = model_sizes(bundle, device)
+    sizes = model_sizes(bundle, device, compact_gemm=device == "cuda")
     length = min(FIRST_CAPACITY, limits.max_length)
     least = plan_memory(sizes, RunLimits(max_batch=1, max_length=length, prefill_chunk=limits.prefill_chunk))
     require_memory(
@@ -199,7 +183,7 @@ def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, st
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
-    for key, value in _session_entries(device).items():
+    for key, value in (_SESSION_ENTRIES | (_CUDA_ENTRIES if device == "cuda" else {})).items():
         options.add_session_config_entry(key, value)
     try:
         return open_inference_session(bundle.graph, options, device, provider_options)
@@ -211,7 +195,3 @@ def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, st
             f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
             f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
         ) from error
-
-
-def _session_entries(device: Device) -> dict[str, str]:
-    return _SESSION_ENTRIES | (_CUDA_ENTRIES if device == "cuda" else {})

@@ -35,6 +35,7 @@ class FakeCudart:
         self.bytes: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.blocks: dict[int, np.ndarray[Any, Any]] = {}
+        self.given_back: list[np.ndarray[Any, Any]] = []  # kept, so that a replay at stale addresses harms no one
         self.streams: list[int] = []
         self.cudaGetErrorString = _ErrorString()
         self._downloads: list[tuple[int, int, int]] = []
@@ -66,7 +67,7 @@ class FakeCudart:
     cudaMallocHost = cudaMalloc  # noqa: N815
 
     def cudaFree(self, address: ctypes.c_void_p) -> int:  # noqa: N802
-        del self.blocks[address.value or 0]
+        self.given_back.append(self.blocks.pop(address.value or 0))
         return self.status
 
     cudaFreeHost = cudaFree  # noqa: N815

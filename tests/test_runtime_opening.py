@@ -18,7 +18,8 @@ from graphport.runtime.cuda_setup import CudaSetup
 from graphport.runtime.device import DeviceError, DeviceRequest
 from graphport.runtime.memory import MIB, NotEnoughMemoryError
 from graphport.runtime.memory_plan import RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
-from graphport.runtime.opening import model_sizes, open_graph
+from graphport.runtime.model_sizes import model_sizes
+from graphport.runtime.opening import open_graph
 
 LIMITS = RunLimits(max_batch=4, max_length=128, prefill_chunk=16)
 
