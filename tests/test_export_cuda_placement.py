@@ -20,7 +20,7 @@ from graphport.export.targets import CUDA, TargetError
 from graphport.model_def.signature import FUSIONS_FILE, GRAPH_FILE
 
 CONFIGS = tiny_configs()
-PRECISIONS = [precision.name for precision in CUDA.precisions]
+PRECISIONS = [precision.name for precision in CUDA.precisions if not precision.keeps_blocks]
 
 Graphs = Callable[[str, str], Path]
 

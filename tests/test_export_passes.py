@@ -225,6 +225,7 @@ def test_expected_fusions_are_counted_from_the_config_alone() -> None:
         "silu": 2,
         "attention": 2,
         "qk_norm": 0,
+        "kv_cache": 0,
         "sampling": 0,
     }
 

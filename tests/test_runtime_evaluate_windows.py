@@ -101,7 +101,7 @@ class _Counted:
 
 def test_only_pieces_of_the_logits_are_held(bundle: TinyBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = 8
-    monkeypatch.setattr(graphport.runtime.engine, "_SCORING_BYTES", rows * VOCAB * 4)
+    monkeypatch.setattr(graphport.runtime.engine, "SCORING_BYTES", rows * VOCAB * 4)
     with load(bundle.folder, threads=1, prefill_chunk=64) as lm, load(bundle.folder, threads=1) as other:
         model, reference = _Counted(lm), _Counted(other)
         gc.collect()

@@ -30,7 +30,7 @@ def model(bundle: TinyBundle) -> LanguageModel:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphport.runtime.engine, "_SCORING_BYTES", ROWS * VOCAB * 4)
+    monkeypatch.setattr(graphport.runtime.engine, "SCORING_BYTES", ROWS * VOCAB * 4)
 
 
 def random_ids(length: int, seed: int = 0) -> list[int]:
