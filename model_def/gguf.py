@@ -1,4 +1,4 @@
-"""A GGUF file of architecture llama, qwen2 or qwen3 as a `Checkpoint`.
+"""A GGUF file of architecture llama, qwen2, qwen3 or gemma3 as a `Checkpoint`.
 
 In: a .gguf file. Out: configuration, float32 weights in our names and row order, tokenizer, chat template, end ids.
 The container is read by `gguf_file.py`, metadata becomes a configuration in `gguf_config.py`.
@@ -23,8 +23,9 @@ from graphport.model_def.checkpoint_record import (
 )
 from graphport.model_def.config import AttentionConfig, TransformerConfig
 from graphport.model_def.gguf_blocks import StoredMatrix
-from graphport.model_def.gguf_config import IGNORED_TENSORS, ROPE_TENSORS, read_gguf_config
+from graphport.model_def.gguf_config import IGNORED_TENSORS, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
+from graphport.model_def.gguf_rotary import ROPE_TENSORS
 from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GenerationDefaults
@@ -46,7 +47,9 @@ _BLOCK_NAMES = {
     "attention.output": "attn_output",
     "attention.query_norm": "attn_q_norm",
     "attention.key_norm": "attn_k_norm",
+    "attention_output_norm": "post_attention_norm",
     "feed_forward_norm": "ffn_norm",
+    "feed_forward_output_norm": "post_ffw_norm",
     "feed_forward.gate": "ffn_gate",
     "feed_forward.up": "ffn_up",
     "feed_forward.down": "ffn_down",

@@ -1,27 +1,24 @@
-"""GGUF metadata as a configuration, for the architectures llama, qwen2 and qwen3.
+"""GGUF metadata as a configuration, for the architectures llama, qwen2, qwen3 and gemma3.
 
 In: a parsed `GgufFile`. Out: a `TransformerConfig` and notes. Every key under the architecture's name is read, on a
 named list, or refused. It reads no weights but the small rotary factor tensors.
 """
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
-from graphport.model_def.gguf_file import GgufFile
-from graphport.model_def.position_config import (
-    FrequencyFactors,
-    LinearScaling,
-    LongRopeScaling,
-    RotaryPosition,
-    RotaryScaling,
-    YarnScaling,
+from graphport.model_def.config import (
+    Activation,
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardConfig,
+    NormConfig,
+    NormOrder,
+    TransformerConfig,
 )
-
-# frequency divisors, read into the configuration
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+from graphport.model_def.gguf_file import GgufFile
+from graphport.model_def.gguf_keys import GgufKeys
+from graphport.model_def.gguf_rotary import read_rotary, read_window_rotary
 
 # inverse frequencies of old converters, computed from the metadata here
 IGNORED_TENSORS = (".attn_rot_embd", ".attn_rot_embd.weight", ".rope_freqs.weight")
@@ -29,17 +26,39 @@ IGNORED_TENSORS = (".attn_rot_embd", ".attn_rot_embd.weight", ".rope_freqs.weigh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One `general.architecture`: whether q/k/v always have biases, and whether q and k are normalised."""
+    """One `general.architecture`: what it fixes beyond its metadata.
+
+    `scales_embedding`: embeddings are multiplied by sqrt(hidden size). `window_period` n: where a window is stated and
+    no pattern, every n-th layer sees everything and the others the window, whose rotary base is `window_theta` unless
+    stated. `wide_scale_layers`: the depth of the one model whose scores are scaled by hidden size / heads.
+    """
 
     name: str
     always_qkv_bias: bool = False
     qk_norm: bool = False
+    activation: Activation = "silu"
+    norm_order: NormOrder = "pre"
+    scales_embedding: bool = False
+    window_period: int | None = None
+    window_theta: float | None = None
+    wide_scale_layers: int | None = None
 
 
+# gemma3 as in llama.cpp's src/llama-model.cpp; its norm weights are stored with 1 added, so they are plain here
 ARCHITECTURES = (
     Architecture(name="llama"),
     Architecture(name="qwen2", always_qkv_bias=True),
     Architecture(name="qwen3", qk_norm=True),
+    Architecture(
+        name="gemma3",
+        qk_norm=True,
+        activation="gelu_tanh",
+        norm_order="sandwich",
+        scales_embedding=True,
+        window_period=6,
+        window_theta=10_000.0,
+        wide_scale_layers=62,
+    ),
 )
 
 # keys under the architecture's name, accepted at these values only
@@ -56,41 +75,6 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 
 _READ_ELSEWHERE = ("general.architecture", "general.type", "general.alignment", "split.count")
 
-_DEFAULT_THETA = 10_000.0  # llama.cpp's
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Keys:
-    """The metadata under the architecture's name; remembers which keys were read."""
-
-    file: GgufFile
-    prefix: str
-    read: set[str] = field(default_factory=set)
-
-    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401 - the file types it
-        self.read.add(key)
-        return self.file.metadata.get(f"{self.prefix}.{key}", default)
-
-    def number(self, key: str) -> float | None:
-        value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise CheckpointError(f"{self.file.path}: {self.prefix}.{key} must be a number, got {value!r:.80}")
-        return value
-
-    def integer(self, key: str) -> int:
-        return self.per_layer(key, 1)[0]
-
-    def per_layer(self, key: str, num_layers: int, default: int | None = None) -> list[int]:
-        """A positive integer a layer, from one number or a list."""
-        value = self.get(key, default)
-        values = value if isinstance(value, list) else [value] * num_layers
-        if len(values) != num_layers or not all(type(item) is int and item > 0 for item in values):
-            raise CheckpointError(
-                f"{self.file.path}: {self.prefix}.{key} must be a positive integer or a list of {num_layers}; "
-                f"got {value!r:.200}"
-            )
-        return values
-
 
 def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     """The configuration that the metadata (and the presence of tensors) describe, and notes.
@@ -98,7 +82,7 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     Raises CheckpointError for an unknown architecture, a split file, and keys or values that are not supported.
     """
     architecture = _architecture(file)
-    keys = _Keys(file=file, prefix=architecture.name)
+    keys = GgufKeys(file=file, prefix=architecture.name)
     notes: list[str] = []
     num_layers = keys.integer("block_count")
     max_positions = keys.integer("context_length")
@@ -109,7 +93,12 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     attentions = _attentions(keys, architecture, num_layers, hidden_size, max_positions, norm, notes)
     has_ffn_bias = _has_any(file, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
     blocks = tuple(
-        BlockConfig(attention=attention, feed_forward=FeedForwardConfig(width=width, bias=has_ffn_bias), norm=norm)
+        BlockConfig(
+            attention=attention,
+            feed_forward=FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
+            norm=norm,
+            norm_order=architecture.norm_order,
+        )
         for attention, width in zip(attentions, widths, strict=True)
     )
     config = TransformerConfig(
@@ -117,8 +106,10 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
         hidden_size=hidden_size,
         max_positions=max_positions,
         blocks=blocks,
+        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
         final_norm=norm,
         head="separate" if "output.weight" in file.tensors else "tied",
+        logit_softcap=keys.number("final_logit_softcapping") or None,
     )
     notes += _check_keys(keys)
     return config, notes
@@ -140,7 +131,7 @@ def _architecture(file: GgufFile) -> Architecture:
     raise CheckpointError(f"{file.path}: architecture {name!r} is not read; {name_known(name, known)}")
 
 
-def _check_keys(keys: _Keys) -> list[str]:
+def _check_keys(keys: GgufKeys) -> list[str]:
     """Refuse unread keys under the architecture's name; note the ignored ones."""
     ignored, refused = [], []
     for full, value in keys.file.metadata.items():
@@ -161,7 +152,7 @@ def _check_keys(keys: _Keys) -> list[str]:
     return [f"ignored metadata keys: {', '.join(sorted(ignored))}"] if ignored else []
 
 
-def _vocab_size(keys: _Keys) -> int:
+def _vocab_size(keys: GgufKeys) -> int:
     """The embedding's rows; `vocab_size` in the metadata must agree."""
     embedding = keys.file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
@@ -174,7 +165,7 @@ def _vocab_size(keys: _Keys) -> int:
 
 
 def _attentions(
-    keys: _Keys,
+    keys: GgufKeys,
     architecture: Architecture,
     num_layers: int,
     hidden_size: int,
@@ -195,8 +186,13 @@ def _attentions(
         raise CheckpointError(
             f"{keys.file.path}: key_length is {head_dim} and value_length {value_dim}; both must be equal"
         )
-    rotary = _rotary(keys, head_dim, max_positions, notes)
+    rotary = read_rotary(keys, head_dim, max_positions, notes)
+    window_rotary = read_window_rotary(keys, rotary, default_theta=architecture.window_theta)
+    scale = keys.number("attention.scale")
+    if scale is None and num_layers == architecture.wide_scale_layers:
+        scale = (hidden_size / num_heads[0]) ** -0.5
     has_qkv_bias = architecture.always_qkv_bias or _has_any(keys.file, "attn_q.bias", "attn_k.bias", "attn_v.bias")
+    windows = _windows(keys, num_layers, period=architecture.window_period)
     return [
         AttentionConfig(
             num_heads=heads,
@@ -204,12 +200,12 @@ def _attentions(
             head_dim=head_dim,
             window=window,
             qk_norm=norm if architecture.qk_norm else None,
-            scale=keys.number("attention.scale"),
+            scale=scale,
             qkv_bias=has_qkv_bias,
             output_bias=_has_any(keys.file, "attn_output.bias"),
-            rotary=rotary,
+            rotary=rotary if window is None else window_rotary,
         )
-        for heads, kv_heads, window in zip(num_heads, num_kv_heads, _windows(keys, num_layers), strict=True)
+        for heads, kv_heads, window in zip(num_heads, num_kv_heads, windows, strict=True)
     ]
 
 
@@ -218,64 +214,17 @@ def _has_any(file: GgufFile, *endings: str) -> bool:
     return any(name.startswith("blk.") and name.endswith(endings) for name in file.tensors)
 
 
-def _windows(keys: _Keys, num_layers: int) -> list[int | None]:
+def _windows(keys: GgufKeys, num_layers: int, *, period: int | None) -> list[int | None]:
+    """The window of each layer: by a list of booleans, or by a period n (every n-th layer sees everything)."""
     window = keys.per_layer("attention.sliding_window", 1)[0] if keys.get("attention.sliding_window") else None
-    pattern = keys.get("attention.sliding_window_pattern")
+    pattern = keys.get("attention.sliding_window_pattern", period)
     if pattern is None:
         return [window] * num_layers
+    if type(pattern) is int and pattern > 0:
+        pattern = [layer % pattern < pattern - 1 for layer in range(num_layers)]
     if not isinstance(pattern, list) or len(pattern) != num_layers:
         raise CheckpointError(
-            f"{keys.file.path}: attention.sliding_window_pattern must list {num_layers} booleans; got {pattern!r:.200}"
+            f"{keys.file.path}: attention.sliding_window_pattern must list {num_layers} booleans or be a period; "
+            f"got {pattern!r:.200}"
         )
     return [window if is_sliding else None for is_sliding in pattern]
-
-
-def _rotary(keys: _Keys, head_dim: int, max_positions: int, notes: list[str]) -> RotaryPosition:
-    theta = keys.number("rope.freq_base")
-    if theta is None:
-        theta = _DEFAULT_THETA
-        notes.append(f"rope.freq_base is absent; llama.cpp's default {theta:g} was taken")
-    rotary_dim = keys.per_layer("rope.dimension_count", 1, head_dim)[0]
-    return RotaryPosition(theta=theta, partial_factor=rotary_dim / head_dim, scaling=_scaling(keys, max_positions))
-
-
-def _scaling(keys: _Keys, max_positions: int) -> RotaryScaling | None:
-    """Linear, YaRN and LongRoPE by metadata, Llama 3 by its tensor of divisors; at most one."""
-    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
-    kind = keys.get("rope.scaling.type", "linear")  # llama.cpp's default
-    original = keys.per_layer("rope.scaling.original_context_length", 1, max_positions)[0]
-    attention_factor = keys.number("rope.scaling.attn_factor") or 1.0
-    beta_fast = keys.number("rope.scaling.yarn_beta_fast") or 32.0
-    beta_slow = keys.number("rope.scaling.yarn_beta_slow") or 1.0
-    factors = {
-        name: tuple(keys.file.read(name).reshape(-1).tolist()) for name in ROPE_TENSORS if name in keys.file.tensors
-    }
-    scaling: RotaryScaling | None = None
-    if kind == "linear":
-        scaling = LinearScaling(factor=factor) if factor != 1.0 else None
-    elif kind == "yarn":
-        scaling = YarnScaling(
-            factor=factor,
-            original_max_positions=original,
-            beta_fast=beta_fast,
-            beta_slow=beta_slow,
-            attention_factor=attention_factor * (0.1 * math.log(factor) + 1.0),  # as ggml's rope_yarn multiplies
-        )
-    elif kind == "longrope":
-        if missing := [name for name in ROPE_TENSORS[1:] if name not in factors]:
-            raise CheckpointError(
-                f"{keys.file.path}: rope.scaling.type longrope needs the tensors {', '.join(missing)}"
-            )
-        scaling = LongRopeScaling(
-            short_factor=factors.pop("rope_factors_short.weight"),
-            long_factor=factors.pop("rope_factors_long.weight"),
-            original_max_positions=original,
-            attention_factor=attention_factor,
-        )
-    elif kind != "none":
-        raise CheckpointError(
-            f"{keys.file.path}: rope.scaling.type {kind!r} is not known; known are none, linear, yarn, longrope"
-        )
-    if factors and (scaling is not None or "rope_freqs.weight" not in factors or len(factors) > 1):
-        raise CheckpointError(f"{keys.file.path}: tensors {', '.join(factors)} do not go with rope.scaling.type {kind}")
-    return FrequencyFactors(factors=factors["rope_freqs.weight"]) if factors else scaling

@@ -1,6 +1,6 @@
-"""Fixtures of all tests: the real model's file, one seed a test, one thread a worker.
+"""Fixtures of all tests: the real models' files, one seed a test, one thread a worker.
 
-In: the environment variable GRAPHPORT_SMOLLM2 and the checkout. Out: fixtures. Nothing here downloads.
+In: the environment variables GRAPHPORT_SMOLLM2 and GRAPHPORT_GEMMA3, the checkout. Out: fixtures. Nothing downloads.
 """
 
 import os
@@ -22,20 +22,31 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the real model is marked `real`."""
+    """Whatever uses a real model is marked `real`."""
     for item in items:
-        if "smollm2_gguf" in getattr(item, "fixturenames", ()):
+        if {"smollm2_gguf", "gemma3_gguf"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("real")
 
 
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """Path of SmolLM2-135M-Instruct.Q4_1.gguf; without it the test is skipped, or fails where CI is set."""
-    given = os.environ.get("GRAPHPORT_SMOLLM2")
-    path = Path(given) if given else CHECKOUT / "build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf"
+    is_needed = bool(os.environ.get("CI"))
+    return _real_file("GRAPHPORT_SMOLLM2", "SmolLM2-135M-Instruct.Q4_1.gguf", "`make fetch`", is_needed=is_needed)
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """Path of gemma-3-270m-q4_k_m.gguf, which is fetched on demand only; without it the test is skipped."""
+    return _real_file("GRAPHPORT_GEMMA3", "gemma-3-270m-q4_k_m.gguf", "examples/fetch_gemma3.py", is_needed=False)
+
+
+def _real_file(variable: str, name: str, command: str, *, is_needed: bool) -> Path:
+    given = os.environ.get(variable)
+    path = Path(given) if given else CHECKOUT / "build/downloads" / name
     if not path.is_file():
-        message = f"{path} does not exist; run `make fetch` or set GRAPHPORT_SMOLLM2"
-        if given or os.environ.get("CI"):
+        message = f"{path} does not exist; run {command} or set {variable}"
+        if given or is_needed:
             pytest.fail(message)
         pytest.skip(message)
     return path

@@ -17,6 +17,8 @@ from gguf.quants import dequantize, quantize
 from tiny_blocks import random_matrix
 from tokenizers import Tokenizer
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -32,6 +34,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.transformer import Transformer
 
 CLASSES = {
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -50,6 +53,15 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+
+# a window in six of seven layers; scores scaled by the head size, as llama.cpp takes them
+GEMMA3: dict[str, Any] = {
+    "num_hidden_layers": 7,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 5,
+    "pad_token_id": 0,
 }
 
 
@@ -138,17 +150,18 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda _writer: None,
 ) -> Path:
-    """Write `model` as llama.cpp's converter does: names by gguf's table, q and k of a llama permuted.
+    """Write `model` as llama.cpp's converter does: gguf's names, q and k of a llama permuted, 1 + the norms of a gemma.
 
     Matrices become `kind` (or what it says for a name of `model`'s), vectors stay F32; `model`'s own weights are set to
     what the blocks decode to, so that its logits are the reference. Types that gguf-py does not quantise to get random
     blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    architecture = config.model_type.removesuffix("_text")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    writer = gguf.GGUFWriter(path, config.model_type)
+    writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, config, head_dim)
     edit(writer)
     with torch.no_grad():
@@ -161,8 +174,9 @@ def write_gguf(
             tensor_kind = gguf.GGMLQuantizationType.F32
             if values.ndim == 2:
                 tensor_kind = kind(name) if callable(kind) else kind
-            blocks = _blocks(values[rows], tensor_kind)
-            decoded = dequantize(blocks, tensor_kind).astype(np.float32).reshape(values.shape)
+            added = np.float32(architecture == "gemma3" and "norm" in name)
+            blocks = _blocks(values[rows] + added, tensor_kind)
+            decoded = dequantize(blocks, tensor_kind).astype(np.float32).reshape(values.shape) - added
             parameter[torch.from_numpy(rows)] = torch.from_numpy(decoded)
             writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), blocks, raw_dtype=tensor_kind)
     for name, tensor in (extra or {}).items():
@@ -187,7 +201,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
     if head_dim * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(head_dim)
