@@ -53,17 +53,6 @@ def _real_file(variable: str, name: str, command: str, *, is_needed: bool) -> Pa
 
 
 @pytest.fixture(scope="session")
-def gemma3_gguf() -> Path:
-    """Path of a Gemma 3 270M GGUF, from GRAPHPORT_GEMMA3; without it the test is skipped."""
-    given = os.environ.get("GRAPHPORT_GEMMA3")
-    if not given:
-        pytest.skip("set GRAPHPORT_GEMMA3 to the Q4_K_M file of Gemma 3 270M")
-    if not Path(given).is_file():
-        pytest.fail(f"GRAPHPORT_GEMMA3 is {given}, which does not exist")
-    return Path(given)
-
-
-@pytest.fixture(scope="session")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of CUDA libraries without a GPU; where they cannot be built, skipped, or failed where CI is set."""
     reason = cuda_stubs.why_not()
