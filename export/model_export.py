@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 import graphport
+from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
 from graphport.export.calibrate import (
     CALIBRATION_TEXT,
@@ -139,6 +140,8 @@ def export(
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
         write_graph(compiled, folder)
+        if plan.target is CPU:
+            write_bare_graph(folder)
         if verify:
             checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
             notes += _note_unchecked(plan)

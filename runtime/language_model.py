@@ -52,6 +52,7 @@ def load(
     prefill_chunk: int = PREFILL_CHUNK,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    prepared: bool = True,
 ) -> "LanguageModel":
     """Open a bundle.
 
@@ -61,6 +62,7 @@ def load(
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
+    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
@@ -74,6 +76,7 @@ def load(
         prefill_chunk=prefill_chunk,
         cuda_graphs=cuda_graphs,
         stream=stream,
+        prepared=prepared,
     )
 
 
@@ -100,6 +103,7 @@ class LanguageModel:
         prefill_chunk: int = PREFILL_CHUNK,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
@@ -122,11 +126,13 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
         self.threads = session.threads
+        self.is_prepared = session.is_prepared
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options
