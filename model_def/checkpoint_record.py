@@ -34,6 +34,7 @@ class Checkpoint:
     texts that templates know as bos_token, eos_token, ... `source` has the keys format,
     name and sha256. `notes` are sentences about what was ignored, assumed or converted.
     `stored` are the matrices as a GGUF file holds them, by the names of `weights`; empty for other formats.
+    `text_limit` is the longest text in tokens that the checkpoint asks for, None: as many as it has positions.
     """
 
     config: TransformerConfig
@@ -45,6 +46,7 @@ class Checkpoint:
     source: dict[str, str]
     notes: tuple[str, ...] = ()
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    text_limit: int | None = None
 
 
 def account_for_tensors(where: str, *, found: Mapping[str, Shape], needed: Mapping[str, Shape]) -> None:
