@@ -45,7 +45,7 @@ class Evidence(Protocol):
 class MakesEvidence(Protocol):
     """Chooses what to compare on; `model` is the eager reference, needed by all checks but `certify_alone`."""
 
-    def __call__(
+    def __call__(  # noqa: D102 - stands for itself
         self,
         config: TransformerConfig,
         tokenizer_json: str | None,

@@ -82,10 +82,10 @@ class Target:
     steps of many tokens need a float attention of their own, because the kernel reads a quantised cache slowly.
     `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
     misses them runs on slower ones.
-    `padded_kernel` is the one for bidirectional attention over padded rows: GroupQueryAttention with causal=0
+    `padded_kernel` is the one for bidirectional attention over padded rows. GroupQueryAttention with causal=0
     reads packed projections and was 1.1 to 1.4 times as fast as MultiHeadAttention on the CPU (32 rows of 16 to 128
-    tokens, 12 heads of 32 and 64, one thread); on CUDA MultiHeadAttention has fused kernels for lengths. `encoder_precisions` are
-    those whose attention needs no cache.
+    tokens, 12 heads of 32 and 64, one thread); on CUDA MultiHeadAttention has fused kernels for lengths.
+    `encoder_precisions` are those whose attention needs no cache.
     """
 
     name: str

@@ -34,26 +34,27 @@ from graphport.runtime.tokenizer import Tokenizer
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
+DECODER_BATCH = 8
 
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
 
-def load(
+def load_language_model(
     bundle: str | os.PathLike[str],
     *,
     device: DeviceWish = "auto",
     device_id: int = 0,
     provider_options: abc.Mapping[str, OptionValue] | None = None,
-    max_batch: int = 8,
+    max_batch: int = DECODER_BATCH,
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
 ) -> "LanguageModel":
-    """Open a bundle.
+    """Open a decoder's bundle.
 
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
@@ -61,7 +62,7 @@ def load(
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     return LanguageModel(
         open_bundle(bundle),
@@ -94,13 +95,17 @@ class LanguageModel:
         device: DeviceWish = "auto",
         device_id: int = 0,
         provider_options: abc.Mapping[str, OptionValue] | None = None,
-        max_batch: int = 8,
+        max_batch: int = DECODER_BATCH,
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
     ) -> None:
+        if bundle.manifest.kind != "decoder":
+            raise ValueError(
+                f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
+            )
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")

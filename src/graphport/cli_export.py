@@ -72,7 +72,9 @@ def export(
     cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
     cli_tables.print_notes(bundle.notes)
     print(bundle.path)
-    if TOKENIZER_FILE in bundle.manifest.files:
+    if TOKENIZER_FILE in bundle.manifest.files and bundle.manifest.kind == "encoder":
+        cli_tables.print_line(f'next: graphport embed {shlex.quote(str(bundle.path))} "A sentence to embed."')
+    elif TOKENIZER_FILE in bundle.manifest.files:
         question = '"What is the capital of France?"'
         cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
     else:
