@@ -1,7 +1,7 @@
 """Encoders among the Hugging Face model types: their config keys and tensor names, one record a family.
 
-In: a parsed config.json, a family. Out: a `TransformerConfig` and notes. Every key is read, on a list of keys that change
-nothing, or refused by name; the shared lists stand in `huggingface_values.py`. Tensors: `encoder_tensors.py`.
+In: a parsed config.json, a family. Out: a `TransformerConfig` and notes. Every key is read, on a list of keys that
+change nothing, or refused by name; shared lists: `huggingface_values.py`, tensors: `encoder_tensors.py`.
 """
 
 from collections.abc import Mapping
