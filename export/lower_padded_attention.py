@@ -50,26 +50,26 @@ def lower_padded_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
                 missed.append(Miss(site=f"{site} rotary", check=check, found=reason))
                 rotate_before(node, rotation, _positions(model.graph))
                 rotation = None
-            _lower_to_grouped(model.graph, node, rotation)
+            _lower_to_grouped(model.graph, node, rotation, site=site)
         else:
             if rotation is not None:
                 rotate_before(node, rotation, _positions(model.graph))
-            _lower_to_multi_head(node)
+            _lower_to_multi_head(node, site=site)
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
 
 
-def _lower_to_multi_head(node: ir.Node) -> None:
+def _lower_to_multi_head(node: ir.Node, *, site: str) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "scale": node.attributes["scale"].as_float(),
         "mask_filter_value": _MASKED,
     }
     inputs = [*node.inputs[:3], None, node.inputs[3]]
-    _replace(node, new_node(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=_name(node)))
+    _replace(node, new_node(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=_name(site)))
 
 
-def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None) -> None:
+def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None, *, site: str) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
@@ -83,8 +83,8 @@ def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None)
         tables = [rotation.cos, rotation.sin]
     split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
-    inputs = [*projections, None, None, *_sizes(graph, node), *tables]
-    kernel = new_node(node, "GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=_name(node))
+    inputs = [*projections, None, None, *_sizes(graph, node, _name(site)), *tables]
+    kernel = new_node(node, "GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=_name(site))
     _replace(node, kernel)
     if split is not None:
         remove_nodes(split)
@@ -95,22 +95,22 @@ def _replace(node: ir.Node, kernel: ir.Node) -> None:
     remove_nodes(node)
 
 
-def _name(node: ir.Node) -> str:
-    return attention_site(node).replace(" ", "_")
+def _name(site: str) -> str:
+    return site.replace(" ", "_")
 
 
-def _sizes(graph: ir.Graph, node: ir.Node) -> tuple[ir.Value, ir.Value]:
+def _sizes(graph: ir.Graph, node: ir.Node, name: str) -> tuple[ir.Value, ir.Value]:
     """Index of each row's last token [B] int32 (0 for a row without one), and the padded length, int32 scalar.
 
     Made where they are first needed, for all layers; repeats are merged when the graph is tidied.
     """
     lengths = node.inputs[3]
     one = add_constant(graph, "one_token", ir.tensor(np.array(1, np.int32), name="one_token"))
-    at_least_one = new_node(node, "Max", [lengths, one], name=f"{_name(node)}_lengths")
-    last = new_node(node, "Sub", [at_least_one.outputs[0], one], name=f"{_name(node)}_last")
-    shape = new_node(node, "Shape", [graph.inputs[0]], {"start": 1, "end": 2}, name=f"{_name(node)}_shape")
-    length = new_node(node, "Squeeze", [shape.outputs[0]], name=f"{_name(node)}_length")
-    total = new_node(node, "Cast", [length.outputs[0]], {"to": int(ir.DataType.INT32)}, name=f"{_name(node)}_total")
+    at_least_one = new_node(node, "Max", [lengths, one], name=f"{name}_lengths")
+    last = new_node(node, "Sub", [at_least_one.outputs[0], one], name=f"{name}_last")
+    shape = new_node(node, "Shape", [graph.inputs[0]], {"start": 1, "end": 2}, name=f"{name}_shape")
+    length = new_node(node, "Squeeze", [shape.outputs[0]], name=f"{name}_length")
+    total = new_node(node, "Cast", [length.outputs[0]], {"to": int(ir.DataType.INT32)}, name=f"{name}_total")
     return last.outputs[0], total.outputs[0]
 
 

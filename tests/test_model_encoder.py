@@ -166,7 +166,11 @@ def _edit(folder: Path, name: str, **changes: Any) -> None:
         ("config.json", {"rope_theta": 1e4}, "rope_theta = 10000.0"),
         ("config.json", {"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ("config.json", {"num_attention_heads": 5}, r"hidden_size \(48\) is no multiple of num_attention_heads \(5\)"),
-        ("config.json", {"type_vocab_size": 3}, r"embeddings.token_type_embeddings.weight is \[2, 48\], the config nee"),
+        (
+            "config.json",
+            {"type_vocab_size": 3},
+            r"embeddings.token_type_embeddings.weight is \[2, 48\], the config nee",
+        ),
         ("config.json", {"layer_norm_eps": -1}, "norm epsilon must be a positive number, got -1"),
         ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling .*mean_tokens, .*cls_token is not supp"),
         ("1_Pooling/config.json", {"pooling_mode": "attention"}, "pooling 'attention' is not supported"),
