@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import cuda_stubs
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 import torch
 from parity import assert_parity
@@ -26,14 +28,16 @@ from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA, Target, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.verify import verify
-from graphport.model_def.config import PoolingConfig, TransformerConfig
+from graphport.model_def.config import PoolingConfig, PoolingKind, TransformerConfig
 from graphport.model_def.encoder import Encoder
-from graphport.model_def.signature import GRAPH_FILE, encoder_signature
+from graphport.model_def.ops import pool
+from graphport.model_def.signature import GRAPH_FILE, Signature, TensorSpec, encoder_signature
 from graphport.model_def.transformer import Transformer
 from graphport.runtime.session import SHAPE_OPS
 
 CONFIGS = {name: config for name, config in tiny_encoder_configs().items() if config.head == "none"}
 EXACT = dataclasses.replace(CPU, accuracy_level=None)  # activations stay float: only the weights differ
+POOLS = get_args(PoolingKind)
 PRECISIONS = [p.name for p in (*CUDA.precisions, *CUDA.encoder_precisions) if not p.keeps_blocks]
 
 
@@ -59,11 +63,12 @@ def make_plan(config: TransformerConfig, target: Target, precision: str) -> Comp
     return CompilePlan(config=config, target=target, precision=found, max_length=config.max_positions)
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(params=sorted(CONFIGS))
 def staged(request: pytest.FixtureRequest) -> Staged:
     return make_staged(CONFIGS[request.param])
 
 
+@functools.cache
 def make_staged(config: TransformerConfig) -> Staged:
     model = tiny_model(config)
     rows = parity_rows(config, None, max_length=config.max_positions, seed=1)
@@ -183,21 +188,40 @@ def test_what_no_kernel_takes_runs_as_standard_ops_and_is_said(
         assert_close(states, staged.eager)
 
 
-@pytest.mark.parametrize("kind", ["mean", "mean_sqrt", "cls", "last", "max"])
-def test_rotation_caps_and_poolings_survive_both_targets(kind: Any, tmp_path: Path) -> None:
-    for target, changes in ((CPU, {"softcap": 5.0}), (CUDA, {})):
-        config = dataclasses.replace(_multi_head(**changes), pooling=PoolingConfig(kind=kind))
-        staged = make_staged(config)
-        precision = "fp32"
-        found = staged.compiled(tmp_path / target.name, target, precision, optimize=True).states(staged.rows)
-        assert_close(found, staged.eager)
+@pytest.mark.parametrize(("target", "changes"), [(CPU, {"softcap": 5.0}), (CUDA, {})], ids=["cpu", "cuda"])
+def test_rotations_and_caps_survive_in_float32(target: Target, changes: dict[str, Any], tmp_path: Path) -> None:
+    staged = make_staged(_multi_head(**changes))
+    assert_close(staged.compiled(tmp_path / "b", target, "fp32", optimize=True).states(staged.rows), staged.eager)
+
+
+class _AllPools(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(pool(hidden, lengths, kind) for kind in POOLS)
+
+
+def test_b129_b130_every_pooling_is_exported_and_reads_the_real_tokens_alone(tmp_path: Path) -> None:
+    inputs = (
+        TensorSpec(name="hidden", dtype="float32", shape=("batch", "sequence", 12)),
+        TensorSpec(name="lengths", dtype="int32", shape=("batch",)),
+    )
+    outputs = tuple(TensorSpec(name=kind, dtype="float32", shape=("batch", 12)) for kind in POOLS)
+    write_graph(torch_to_onnx(_AllPools(), Signature(inputs=inputs, outputs=outputs)), tmp_path)
+    session = onnxruntime.InferenceSession(tmp_path / GRAPH_FILE, providers=[CPU.provider])
+    hidden, lengths = torch.randn(4, 7, 12), torch.tensor([7, 1, 4, 0], dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        hidden[row, length:] = float("nan")
+    found = session.run(None, {"hidden": hidden.numpy(), "lengths": lengths.numpy()})
+    for kind, pooled in zip(POOLS, found, strict=True):
+        assert_parity(pooled, pool(hidden, lengths, kind), "attention", what=kind)
 
 
 def _mask_off(graph: ir.Model) -> None:
+    """Every row is as long as the longest."""
     node = next(node for node in graph.graph if node.op_type == "PaddedAttention")
-    lengths = ir.Value(name="all", const_value=ir.tensor(np.full(8, 64, np.int32), name="all"))
-    graph.graph.register_initializer(lengths)
-    node.replace_input_with(3, lengths)
+    longest = ir.node("ReduceMax", [graph.graph.inputs[1]], {"keepdims": 1})
+    lengths = ir.node("Max", [graph.graph.inputs[1], longest.outputs[0]])
+    graph.graph.insert_before(next(iter(graph.graph)), [longest, lengths])
+    node.replace_input_with(3, lengths.outputs[0])
 
 
 def _position_later(graph: ir.Model) -> None:
