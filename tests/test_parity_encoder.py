@@ -18,11 +18,11 @@ from tiny_models import attention, block, decoder, tiny_encoder_configs, tiny_mo
 
 from graphport.export.bundle import write_graph
 from graphport.export.certify_encoder import eager_states, parity_rows
-from graphport.export.encoder_parity import compare_states
+from graphport.export.encoder_parity import STATE_TOLERANCES, check_states, compare_states
 from graphport.export.encoder_runner import EncoderRunner, Row, States
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_export import export
-from graphport.export.parity import TOLERANCES, ParityError
+from graphport.export.parity import ParityError
 from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA, Target, TargetError
@@ -78,7 +78,7 @@ def make_staged(config: TransformerConfig) -> Staged:
 
 def assert_close(found: States, eager: States, stage: str = "compiled", figure: str = "relative") -> None:
     difference = compare_states(eager, found)
-    assert getattr(difference, figure) <= TOLERANCES[stage, figure], difference
+    assert getattr(difference, figure) <= STATE_TOLERANCES[stage, figure], difference
 
 
 def test_the_exported_graph_equals_eager(staged: Staged, tmp_path: Path) -> None:
@@ -271,3 +271,26 @@ def test_a_decoder_in_fp32_on_cuda_and_a_cache_for_an_encoder_are_refused(tmp_pa
     with pytest.raises(TargetError, match="KV cache type 'int8': an encoder has no KV cache; leave --kv-cache out"):
         export(model, tmp_path / "out", kv_cache="int8")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("broken", ["zeros", "another text", "one token", "nan"])
+@pytest.mark.parametrize(("stage", "figure"), sorted(STATE_TOLERANCES))
+@pytest.mark.parametrize("pools", [False, True])
+def test_every_tolerance_rejects_wrong_states(stage: str, figure: str, broken: str, *, pools: bool) -> None:
+    random = np.random.default_rng(0)
+    hidden = [random.standard_normal((length, 8)).astype(np.float32) for length in (3, 3, 1)]
+    vectors = np.stack([states.mean(0) for states in hidden]) if pools else None
+    reference = States(hidden, vectors)
+    assert check_states(stage, figure, "it", compare_states(reference, reference)).passed
+    wrong = [states.copy() for states in hidden]
+    changed = None if vectors is None else vectors.copy()
+    for states in (wrong[1], *(() if changed is None else (changed[1:2],))):
+        if broken == "zeros":
+            states[:] = 0
+        elif broken == "another text":
+            states[:] = -states
+        else:
+            states[-1:] = np.nan if broken == "nan" else states[-1:] + 5
+    found = check_states(stage, figure, "it", compare_states(reference, States(wrong, changed)))
+    assert not found.passed
+    assert "1 - cosine" in found.detail
