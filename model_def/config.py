@@ -162,7 +162,8 @@ class TransformerConfig:
     `max_positions` is the longest total length the model was made for. `head` tied means that the head's matrix
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
-    their sum. `pooling` is an encoder's.
+    their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
+    `pooling` is an encoder's.
     """
 
     vocab_size: int
@@ -172,6 +173,7 @@ class TransformerConfig:
     position: LearnedPosition | SinusoidalPosition | None = None
     token_types: int = 0
     embedding_norm: NormConfig | None = None
+    embedding_width: int | None = None
     embedding_scale: float = 1.0
     final_norm: NormConfig | None = None
     head: HeadKind = "tied"
@@ -183,6 +185,10 @@ class TransformerConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
+        if self.embedding_width is not None:
+            require_count("embedding_width", self.embedding_width)
+            if self.head == "tied":
+                raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
         if self.token_types != 0:
             require_count("token_types", self.token_types)
         for name in ("embedding_scale", "logit_scale"):

@@ -44,7 +44,9 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
 _IGNORED_KEYS = (
     *("gradient_checkpointing", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
     *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
-    *("directionality", "model_max_length", "tie_word_embeddings", "output_past"),
+    *("directionality", "model_max_length", "tie_word_embeddings", "output_past", "dropout", "qa_dropout"),
+    *("seq_classif_dropout", "tie_weights_", "summary_type", "summary_use_proj", "summary_activation"),
+    *("summary_last_dropout",),
 )
 
 _BERT_BLOCKS = {
@@ -63,6 +65,25 @@ _BERT_OUTER = {
     "token_type.weight": "embeddings.token_type_embeddings.weight",
     "embedding_norm.weight": "embeddings.LayerNorm.weight",
     "embedding_norm.bias": "embeddings.LayerNorm.bias",
+    "embedding_projection.weight": "embeddings_project.weight",
+    "embedding_projection.bias": "embeddings_project.bias",
+}
+_DISTILBERT_KEYS = {
+    "hidden_size": "dim",
+    "width": "hidden_dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "activation": "activation",
+}
+_DISTILBERT_BLOCKS = {
+    "attention.query": "attention.q_lin",
+    "attention.key": "attention.k_lin",
+    "attention.value": "attention.v_lin",
+    "attention.output": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "feed_forward.up": "ffn.lin1",
+    "feed_forward.down": "ffn.lin2",
+    "feed_forward_norm": "output_layer_norm",
 }
 
 
@@ -72,6 +93,7 @@ class EncoderFamily:
 
     `keys`: our name of a size to the config's key. `extra_keys` are read besides, or must be neutral. `prefix` stands
     before every tensor in a checkpoint with a head. `heads` are the prefixes of tensors that no embedding needs.
+    `pads_first`: the row of the position table after that of the padding id is the first position's.
     """
 
     model_type: str
@@ -81,7 +103,27 @@ class EncoderFamily:
     modules: Mapping[str, str]
     keys: Mapping[str, str] = field(default_factory=lambda: _LAYER_KEYS)
     extra_keys: tuple[str, ...] = ()
-    heads: tuple[str, ...] = ("pooler.", "cls.", "classifier.")
+    heads: tuple[str, ...] = ("pooler.", "cls.", "classifier.", "qa_outputs.")
+    pads_first: bool = False
+
+
+_BERT_EXTRA = ("type_vocab_size", "layer_norm_eps")
+_ROBERTA_HEADS = ("pooler.", "lm_head.", "classifier.", "qa_outputs.")
+_DISTILBERT_HEADS = ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.")
+_ELECTRA_HEADS = ("discriminator_predictions.", "generator_predictions.", "generator_lm_head.")
+
+
+def _roberta(model_type: str) -> EncoderFamily:
+    return EncoderFamily(
+        model_type=model_type,
+        prefix="roberta.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_BERT_BLOCKS,
+        extra_keys=_BERT_EXTRA,
+        heads=_ROBERTA_HEADS,
+        pads_first=True,
+    )
 
 
 ENCODER_FAMILIES = (
@@ -91,7 +133,29 @@ ENCODER_FAMILIES = (
         outer=_BERT_OUTER,
         blocks="encoder.layer",
         modules=_BERT_BLOCKS,
-        extra_keys=("type_vocab_size", "layer_norm_eps"),
+        extra_keys=_BERT_EXTRA,
+    ),
+    _roberta("roberta"),
+    _roberta("xlm-roberta"),
+    _roberta("camembert"),
+    EncoderFamily(
+        model_type="distilbert",
+        prefix="distilbert.",
+        outer=_BERT_OUTER,
+        blocks="transformer.layer",
+        modules=_DISTILBERT_BLOCKS,
+        keys=_DISTILBERT_KEYS,
+        extra_keys=("sinusoidal_pos_embds",),  # the table is stored either way
+        heads=(*_DISTILBERT_HEADS, "classifier.", "qa_outputs."),
+    ),
+    EncoderFamily(
+        model_type="electra",
+        prefix="electra.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_BERT_BLOCKS,
+        extra_keys=(*_BERT_EXTRA, "embedding_size"),
+        heads=(*_ELECTRA_HEADS, "classifier.", "qa_outputs."),
     ),
 )
 
@@ -141,6 +205,7 @@ def read_encoder_config(values: Values, family: EncoderFamily) -> tuple[Transfor
         position=position,
         token_types=read_integer(values, "type_vocab_size") if "type_vocab_size" in family.extra_keys else 0,
         embedding_norm=norm,
+        embedding_width=_embedding_width(values, family, size["hidden_size"]),
         head="none",
         pooling=PoolingConfig(),
     )
@@ -154,5 +219,17 @@ def _epsilon(values: Values, family: EncoderFamily, notes: list[str]) -> float:
     return value
 
 
-def _position(values: Values, family: EncoderFamily) -> LearnedPosition:  # noqa: ARG001
-    return LearnedPosition(max_positions=read_integer(values, "max_position_embeddings"))
+def _position(values: Values, family: EncoderFamily) -> LearnedPosition:
+    rows = read_integer(values, "max_position_embeddings")
+    if not family.pads_first:
+        return LearnedPosition(max_positions=rows)
+    offset = read_integer({"pad_token_id": values.get("pad_token_id", 1)}, "pad_token_id", positive=False) + 1
+    return LearnedPosition(max_positions=rows - offset, offset=offset)
+
+
+def _embedding_width(values: Values, family: EncoderFamily, hidden_size: int) -> int | None:
+    """The width of the embeddings where they are projected, None where they have the model's own."""
+    if "embedding_size" not in family.extra_keys:
+        return None
+    width = read_integer(values, "embedding_size")
+    return None if width == hidden_size else width

@@ -59,13 +59,15 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        width = config.embedding_width or config.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, width)
         self.position: nn.Embedding | None = None
         if isinstance(config.position, LearnedPosition):
             rows = config.position.max_positions + config.position.offset
-            self.position = nn.Embedding(rows, config.hidden_size)
-        self.token_type = nn.Embedding(config.token_types, config.hidden_size) if config.token_types else None
-        self.embedding_norm = Norm(config.embedding_norm, config.hidden_size) if config.embedding_norm else None
+            self.position = nn.Embedding(rows, width)
+        self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
+        self.embedding_norm = Norm(config.embedding_norm, width) if config.embedding_norm else None
+        self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
         self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.head: Head | None = Head(config) if config.head != "none" else None
@@ -120,12 +122,14 @@ class Transformer(nn.Module):
         if self.position is not None and isinstance(self.config.position, LearnedPosition):
             x = x + self.position(positions + self.config.position.offset)
         elif isinstance(self.config.position, SinusoidalPosition):
-            table = sinusoidal_table(self.config.position.max_positions, self.config.hidden_size)
+            table = sinusoidal_table(self.config.position.max_positions, x.shape[-1])
             x = x + table[positions].to(x.dtype)
         if self.token_type is not None:
             x = x + (self.token_type.weight[0] if token_types is None else self.token_type(token_types))
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
+        if self.embedding_projection is not None:
+            x = self.embedding_projection(x)
         return x  # type: ignore[no-any-return]  # nn.Module returns Any
 
     def read_out(self, x: Tensor) -> Tensor:

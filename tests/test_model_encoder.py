@@ -121,7 +121,7 @@ def test_a_checkpoint_equals_transformers(model_type: str, tmp_path: Path) -> No
     model = make_encoder(model_type)
     model.save_pretrained(tmp_path)
     checkpoint = load_checkpoint(tmp_path)
-    ids = token_ids(40).tolist()
+    ids = (2 + token_ids(40)).tolist()  # a padding id within a text moves roberta's positions in transformers
     limit = RELATIVE_TOLERANCES["checkpoint", "float32"]
     assert _relative(checkpoint, model, ids) <= limit
     swapped = checkpoint.weights["blocks.0.attention.query.weight"]

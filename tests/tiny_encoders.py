@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from tiny_tokenizers import LINES
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoModel, BertConfig
+from transformers import (
+    AutoModel,
+    BertConfig,
+    CamembertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -24,7 +32,17 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {"bert": (BertConfig, {})}
+_ROBERTA = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66}
+_DISTILBERT = {"dim": 48, "hidden_dim": 40, "n_layers": 2, "n_heads": 3}
+
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "bert": (BertConfig, {}),
+    "roberta": (RobertaConfig, _ROBERTA),
+    "xlm-roberta": (XLMRobertaConfig, _ROBERTA),
+    "camembert": (CamembertConfig, _ROBERTA),
+    "distilbert": (DistilBertConfig, _DISTILBERT),
+    "electra": (ElectraConfig, {"embedding_size": 20}),
+}
 
 TEXTS = ("The capital of France is Paris.", "", "tokens", "Hello, world! How are you today?", "Größe, naïve café")
 
@@ -32,7 +50,8 @@ TEXTS = ("The capital of France is Paris.", "", "tokens", "Hello, world! How are
 def make_encoder(model_type: str, *, seed: int = 0, **changes: Any) -> Any:
     """A random fp32 model in eval mode: sharp attention, norms away from 1, biases not zero."""
     config_class, fixed = CONFIGS[model_type]
-    config = config_class(**(SIZES | fixed | changes))
+    sizes = {key: value for key, value in SIZES.items() if key in config_class().to_dict()}
+    config = config_class(**(sizes | fixed | changes))
     config._attn_implementation = "eager"
     return randomise(AutoModel.from_config(config).eval(), seed=seed)
 
