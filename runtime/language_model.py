@@ -34,19 +34,20 @@ from graphport.runtime.tokenizer import Tokenizer
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
+DECODER_BATCH = 8
 
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
 
-def load(
+def load_language_model(
     bundle: str | os.PathLike[str],
     *,
     device: DeviceWish = "auto",
     device_id: int = 0,
     provider_options: abc.Mapping[str, OptionValue] | None = None,
-    max_batch: int = 8,
+    max_batch: int = DECODER_BATCH,
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
@@ -54,7 +55,7 @@ def load(
     stream: int | None = None,
     prepared: bool = True,
 ) -> "LanguageModel":
-    """Open a bundle.
+    """Open a decoder's bundle.
 
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
@@ -63,7 +64,7 @@ def load(
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
     prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     return LanguageModel(
         open_bundle(bundle),
@@ -97,7 +98,7 @@ class LanguageModel:
         device: DeviceWish = "auto",
         device_id: int = 0,
         provider_options: abc.Mapping[str, OptionValue] | None = None,
-        max_batch: int = 8,
+        max_batch: int = DECODER_BATCH,
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
@@ -105,6 +106,10 @@ class LanguageModel:
         stream: int | None = None,
         prepared: bool = True,
     ) -> None:
+        if bundle.manifest.kind != "decoder":
+            raise ValueError(
+                f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
+            )
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")

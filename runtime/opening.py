@@ -105,7 +105,7 @@ def open_graph(
 
 def _open_prepared(bundle: BundleFiles, *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
     """The graph packed for this processor, if there is one and it computes what it did; else None, and a log line."""
-    if bundle.manifest.target != "cpu":
+    if bundle.manifest.target != "cpu" or bundle.manifest.kind != "decoder":
         return None
     found = find_prepared(bundle)
     if isinstance(found, str):

@@ -67,6 +67,8 @@ def prepare(bundle: str | os.PathLike[str]) -> Prepared:
     files = open_bundle(bundle)
     if files.manifest.target != "cpu":
         raise PrepareError(f"{files.folder} is for {files.manifest.target}; only bundles for the cpu target are packed")
+    if files.manifest.kind != "decoder":
+        raise PrepareError(f"{files.folder} is an {files.manifest.kind}; only decoders are packed")
     kind = processor_kind()
     part = Path(tempfile.mkdtemp(prefix=f".{PREPARED_FOLDER}.", dir=files.folder))
     try:

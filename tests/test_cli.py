@@ -31,10 +31,11 @@ CONTRACT = {
     "report": "BUNDLE --debug --json",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
+    "embed": "BUNDLE TEXT... --batch-size --debug --device --file --json --no-normalize --normalize --truncate",
 }
 
 
-LATER = {"diff", "embed", "plan", "serve", "tune"}
+LATER = {"diff", "plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:
@@ -128,7 +129,7 @@ _ENDLESS = textwrap.dedent("""
             for i in itertools.count():
                 yield types.SimpleNamespace(text="line\\n", token_id=i, finish_reason=None)
     sys.modules["graphport.runtime"] = types.SimpleNamespace(
-        load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+        load_language_model=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
     from graphport.cli import main
     sys.exit(main(["generate", "bundle", "hi"]))
 """)
@@ -170,7 +171,7 @@ def test_a_stream_closed_from_the_start_is_an_empty_one(closed: str) -> None:
             def stream(self, ids, sampling):
                 yield types.SimpleNamespace(text=str(ids), token_id=1, finish_reason="stop")
         sys.modules["graphport.runtime"] = types.SimpleNamespace(
-            load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+            load_language_model=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
         from graphport.cli import main
         sys.exit(main(["generate", "bundle", *(["hi"] if sys.stdin else [])]))
     """)

@@ -1,4 +1,5 @@
-"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, `cli_eval.py`.
+"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, `cli_eval.py`,
+`cli_embed.py`.
 
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
 arguments, 130 interrupted, 143 told to end. It computes nothing itself.
@@ -22,6 +23,7 @@ from typing import Annotated
 import typer
 
 import graphport
+from graphport.cli_embed import embed
 from graphport.cli_eval import evaluate
 from graphport.cli_export import export, report, verify
 from graphport.cli_options import Invocation
@@ -42,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "report": report,
     "eval": evaluate,
     "bench": bench,
+    "embed": embed,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)

@@ -78,7 +78,9 @@ def export(
     if BARE_GRAPH_FILE in bundle.manifest.files and not no_prepare:
         pack_after_export(bundle.path)
     print(bundle.path)
-    if TOKENIZER_FILE in bundle.manifest.files:
+    if TOKENIZER_FILE in bundle.manifest.files and bundle.manifest.kind == "encoder":
+        cli_tables.print_line(f'next: graphport embed {shlex.quote(str(bundle.path))} "A sentence to embed."')
+    elif TOKENIZER_FILE in bundle.manifest.files:
         question = '"What is the capital of France?"'
         cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
     else:
