@@ -9,6 +9,7 @@ from typing import Any
 
 from graphport.export.graph_pass import PassReport
 from graphport.export.pipeline import count_fusions
+from graphport.export.precision_budget import BudgetChoice
 
 FUSIONS_FORMAT = 1
 
@@ -20,11 +21,13 @@ def fusion_account(
     advice: tuple[str, ...] = (),
     matrices: Sequence[dict[str, Any]] = (),
     accuracy_level: int | None = None,
+    choice: BudgetChoice | None = None,
 ) -> dict[str, Any]:
     """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
 
     `advice`: lines on the kernels that the model's sizes miss. `matrices`: how those of a GGUF file are held.
-    `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses.
+    `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses. `choice`: the
+    bits that precision auto chose and why.
     """
     return {
         "format": FUSIONS_FORMAT,
@@ -33,5 +36,6 @@ def fusion_account(
         "advice": list(advice),
         "accuracy_level": accuracy_level,
         "matrices": list(matrices),
+        "choice": None if choice is None else choice.to_dict(),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

@@ -106,7 +106,8 @@ def can_pack(plan: CompilePlan, names: Sequence[str]) -> bool:
 
 def form_of(plan: CompilePlan, name: str) -> str:
     """What kind of operands the matrix called `name` becomes: only matrices of one form fit one kernel."""
-    return plan.matrices[name].form if plan.precision.keeps_blocks else plan.precision.name
+    held = plan.matrices.get(name)
+    return plan.precision.name if held is None else held.form
 
 
 def packed_from(weight: ir.Value) -> tuple[str, ...]:

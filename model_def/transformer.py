@@ -33,6 +33,18 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config.feed_forward, hidden_size)
         self.feed_forward_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
 
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        tables: RotaryTables | None = None,
+        padding: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream [B, S, W] of whole texts after this block; see `Attention.forward`."""
+        attended = self.attention(self.before_attention(x), tables=tables, padding=padding, bias=bias)
+        return self.after_attention(x, attended)
+
     def before_attention(self, x: Tensor) -> Tensor:
         """What attention reads, x [B, S, W]."""
         return x if self.norm_order == "post" else self.attention_norm(x)
@@ -101,8 +113,7 @@ class Transformer(nn.Module):
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed(input_ids, positions, token_types)
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
-            attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
-            x = block.after_attention(x, attended)
+            x = block(x, tables=tables, padding=padding, bias=bias)
         return x
 
     @property

@@ -177,7 +177,7 @@ def test_gemma3_270m_ids_equal_the_sentencepiece_library(gemma3_gguf: Path) -> N
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
 
-    from graphport.export.calibrate import CALIBRATION_TEXT
+    from graphport.export.calibration_text import CALIBRATION_TEXT
     from graphport.export.parity_text import PARITY_TEXT
     from graphport.model_def.gguf_file import read_gguf_file
 
