@@ -31,6 +31,8 @@ from tiny_graphs import (
     run_session,
     tiny_model,
 )
+from tiny_models import tiny_encoder_configs
+from tiny_models import tiny_model as tiny_encoder
 
 import graphport.export.model_export as export_module
 from graphport.export.bundle import Bundle
@@ -339,6 +341,21 @@ def test_a_gguf_file_under_a_budget_keeps_its_own_blocks_where_fewer_bits_lose_t
     else:
         assert {group["form"] for group in others} == {"4-bit/32"}
     assert bundle.fusions["smoothed"] == 0  # it would break the file's grids
+
+
+def test_auto_of_an_encoder_is_refused_and_its_int4_is_rounded_on_text(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = next(config for config in tiny_encoder_configs().values() if config.head == "none")
+    monkeypatch.setattr(export_module, "open_source", lambda *_, **__: source_of(tiny_encoder(config)))
+    with pytest.raises(TargetError, match="measures the logits of a decoder, which an encoder lacks: choose int8 or"):
+        export("any", tmp_path / "out", precision="auto")
+    assert not (tmp_path / "out").exists()
+    bundle = export("any", tmp_path / "out", precision="int4")
+    assert all(check.passed for check in bundle.certificate)
+    graph = onnx.load(bundle.path / GRAPH_FILE, load_external_data=False).graph
+    zero_points = [node for node in graph.node if node.op_type == "MatMulNBits" and len(node.input) > 3]
+    assert len(zero_points) == 4 * config.num_layers  # query, key and value are packed
 
 
 def test_auto_for_cuda_is_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
