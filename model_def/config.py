@@ -16,6 +16,7 @@ from graphport.model_def.position_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RelativeBias,
     RotaryPosition,
     SinusoidalPosition,
     YarnScaling,
@@ -51,7 +52,10 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """softmax(scale * Q K^T) V over heads; `window` w lets position i see (i-w, i]; order scale, cap, mask."""
+    """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
+
+    `window` w lets position i see (i-w, i], and without causality (i-w, i+w).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -75,8 +79,6 @@ class AttentionConfig:
                 require_positive(f"attention {name}", getattr(self, name))
         if self.window is not None:
             require_count("attention window", self.window)
-            if not self.causal:
-                raise ConfigError(f"a sliding window ({self.window}) needs causal attention")
         if self.rotary is not None:
             self._check_rotary(self.rotary)
 
@@ -129,15 +131,21 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x)))."""
+    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))).
+
+    `attention_norm` False: attention reads x as it is, normed already (ModernBERT's first layer, pre).
+    """
 
     attention: AttentionConfig
     feed_forward: FeedForwardConfig
     norm: NormConfig
     norm_order: NormOrder = "pre"
+    attention_norm: bool = True
 
     def __post_init__(self) -> None:
         require_choice("norm_order", self.norm_order, ("pre", "post", "sandwich"))
+        if not self.attention_norm and self.norm_order != "pre":
+            raise ConfigError(f"attention_norm may be left out of norm_order 'pre' alone, got {self.norm_order!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,7 @@ class TransformerConfig:
     max_positions: int
     blocks: tuple[BlockConfig, ...]
     position: LearnedPosition | SinusoidalPosition | None = None
+    relative_bias: RelativeBias | None = None
     token_types: int = 0
     embedding_norm: NormConfig | None = None
     embedding_width: int | None = None
@@ -207,6 +216,8 @@ class TransformerConfig:
             )
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
+        if self.relative_bias is not None and (self.is_causal or len({b.attention.num_heads for b in self.blocks}) > 1):
+            raise ConfigError("a relative bias is shared by bidirectional layers of one number of heads")
         if self.pooling is not None and self.is_causal:
             raise ConfigError("pooling is for encoders, whose blocks are bidirectional; these are causal")
 
@@ -245,6 +256,7 @@ _RECORDS = {
         RotaryPosition,
         LearnedPosition,
         SinusoidalPosition,
+        RelativeBias,
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,

@@ -112,12 +112,12 @@ def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily
     config = dataclasses.replace(config, pooling=recipe.pooling)
     files = find_weight_files(folder)
     shapes = parameter_shapes(config)
-    names, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes)
+    parts, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes)
     tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
     return Checkpoint(
         config=config,
-        weights={ours: files.read(stored) for ours, stored in names.items()},
+        weights={ours: part.read(files) for ours, part in parts.items()},
         generation=dataclasses.replace(generation, eos_token_ids=()),
         tokenizer_json=tokenizer_json,
         chat_template=None,

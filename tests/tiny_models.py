@@ -26,6 +26,7 @@ from graphport.model_def.position_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RelativeBias,
     RotaryPosition,
     SinusoidalPosition,
     YarnScaling,
@@ -111,6 +112,13 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
         "encoder_bert": encoder(
             both_ways, position=learned, token_types=2, embedding_norm=LAYER_NORM, pooling=PoolingConfig()
         ),
+        "encoder_relative_bias": encoder(
+            both_ways,
+            position=learned,
+            embedding_norm=LAYER_NORM,
+            relative_bias=RelativeBias(num_buckets=8, max_distance=20),
+        ),
+        "encoder_windows": _modern_encoder(),
         "encoder_one_type": encoder(
             attention(causal=False, num_kv_heads=HEADS, rotary=None),
             position=LearnedPosition(max_positions=MAX_POSITIONS, offset=2),
@@ -120,6 +128,21 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
         ),
         "encoder_with_head": encoder(both_ways, position=learned, head="tied", head_bias=True),
     }
+
+
+def _modern_encoder() -> TransformerConfig:
+    """A local and a global layer with a rotary base each, gated, the first without a norm of its own."""
+    plain = NormConfig(kind="layer", epsilon=1e-5)
+    local = attention(causal=False, num_kv_heads=HEADS, window=3, rotary=RotaryPosition(theta=20.0))
+    options: dict[str, Any] = {"norm": plain, "feed_forward": FeedForwardConfig(width=WIDTH, activation="gelu")}
+    return decoder(
+        block(of=attention(causal=False, num_kv_heads=HEADS), attention_norm=False, **options),
+        block(of=local, **options),
+        embedding_norm=plain,
+        final_norm=plain,
+        head="none",
+        pooling=PoolingConfig(kind="mean", normalize=True),
+    )
 
 
 def decode_length(config: TransformerConfig) -> int:
