@@ -6,7 +6,7 @@ it does not read any checkpoint format (see `huggingface.py`, `gguf.py`).
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from graphport.model_def.position_config import (
     ConfigError,
@@ -24,12 +24,12 @@ from graphport.model_def.position_config import (
     require_count,
     require_positive,
 )
+from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NormKind = Literal["layer", "rms"]
 NormOrder = Literal["pre", "post", "sandwich"]
 HeadKind = Literal["tied", "separate", "none"]
-PoolingKind = Literal["mean", "mean_sqrt", "cls", "last", "max"]
 
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -149,21 +149,6 @@ class BlockConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingConfig:
-    """How an encoder's hidden states become one vector a text, over its real tokens alone.
-
-    mean: sum / length; mean_sqrt: sum / sqrt(length); cls: the first; last: the last; max: the largest of each channel.
-    `normalize`: whether the model's recipe scales the vector to length 1 (done by the runtime, not in the graph).
-    """
-
-    kind: PoolingKind = "mean"
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        require_choice("pooling kind", self.kind, get_args(PoolingKind))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
     """A stack of blocks between an embedding and (unless `head` is none) a vocabulary head.
 
@@ -171,7 +156,7 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` is an encoder's.
+    `pooling` and `classifier` are an encoder's; one of them at most.
     """
 
     vocab_size: int
@@ -190,6 +175,7 @@ class TransformerConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     pooling: PoolingConfig | None = None
+    classifier: ClassifierConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions"):
@@ -198,8 +184,6 @@ class TransformerConfig:
             require_count("embedding_width", self.embedding_width)
             if self.head == "tied":
                 raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
-        if self.token_types != 0:
-            require_count("token_types", self.token_types)
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -216,10 +200,20 @@ class TransformerConfig:
             )
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
+        self._check_encoder()
+
+    def _check_encoder(self) -> None:
+        """What encoders alone have."""
+        if self.token_types != 0:
+            require_count("token_types", self.token_types)
         if self.relative_bias is not None and (self.is_causal or len({b.attention.num_heads for b in self.blocks}) > 1):
             raise ConfigError("a relative bias is shared by bidirectional layers of one number of heads")
-        if self.pooling is not None and self.is_causal:
-            raise ConfigError("pooling is for encoders, whose blocks are bidirectional; these are causal")
+        if (self.pooling or self.classifier) and self.is_causal:
+            raise ConfigError(
+                "pooling and classifiers are for encoders, whose blocks are bidirectional; these are causal"
+            )
+        if self.pooling and self.classifier:
+            raise ConfigError("an encoder has pooling or a classifier, not both")
 
     @property
     def num_layers(self) -> int:
@@ -262,6 +256,7 @@ _RECORDS = {
         FeedForwardConfig,
         BlockConfig,
         PoolingConfig,
+        ClassifierConfig,
         TransformerConfig,
     )
 }

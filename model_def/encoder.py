@@ -37,8 +37,8 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:
         """input_ids int64 [B, S], lengths int32 [B], token_types int64 [B, S] to hidden states float32 [B, S, W].
 
-        With pooling also embeddings float32 [B, W], not normalised. Hidden states beyond a row's length are
-        unspecified.
+        With pooling also embeddings float32 [B, W], not normalised; with a classifier logits float32 [B, L], or
+        [B, S, L] per token. Hidden states and logits beyond a row's length are unspecified.
         """
         length = input_ids.shape[1]
         x = self.model.embed(input_ids, arange(length), token_types)
@@ -47,10 +47,11 @@ class Encoder(nn.Module):
             attended = block.attention.encode(block.before_attention(x), lengths, self._tables(layer), biases[layer])
             x = block.after_attention(x, attended)
         x = self.model.read_out(x)
+        hidden = x.to(float32)
+        if self.model.classifier is not None:
+            return hidden, self.model.classifier(x).to(float32)
         pooling = self.model.config.pooling
-        if pooling is None:
-            return (x.to(float32),)
-        return x.to(float32), pool(x, lengths, pooling.kind).to(float32)
+        return (hidden,) if pooling is None else (hidden, pool(x, lengths, pooling.kind).to(float32))
 
     def _biases(self, length: int) -> list[Tensor | None]:
         """What is added to the scores of each layer [1, 1 or N, S, S]: the relative bias, and what a window hides."""

@@ -34,22 +34,24 @@ class StoredPart(NamedTuple):
 
 
 def find_encoder_tensors(
-    where: str, family: EncoderFamily, files: WeightFiles, shapes: Mapping[str, Shape]
+    where: str, family: EncoderFamily, files: WeightFiles, shapes: Mapping[str, Shape], head: Mapping[str, str]
 ) -> tuple[dict[str, StoredPart], list[str]]:
     """Where each of our parameters `shapes` is in the files, and notes on what was left out or converted.
+
+    `head`: a classifier's parameters to the checkpoint's names of them.
 
     Raises CheckpointError for what is missing, extra or of the wrong shape.
     """
     has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
     prefix = family.prefix if has_prefix else ""
-    parts = {name: _part(name, prefix, family, files) for name in shapes}
+    parts = {name: StoredPart(head[name]) if name in head else _part(name, prefix, family, files) for name in shapes}
     needed = {part.name: (shapes[ours][0] * part.num_parts, *shapes[ours][1:]) for ours, part in parts.items()}
     left_out = [name for name in files.tensors if name not in needed and _is_left_out(name, prefix, family)]
     present = {name: tensor for name, tensor in files.tensors.items() if name not in left_out}
     account_for_tensors(where, found={name: tensor.shape for name, tensor in present.items()}, needed=needed)
     notes = check_dtypes(Path(where), present)
     heads = sorted(name for name in left_out if not name.endswith(_BUFFERS))
-    return parts, [*notes, f"left out, embeddings need no head: {', '.join(heads)}"] if heads else notes
+    return parts, [*notes, f"left out, of heads that are not used: {', '.join(heads)}"] if heads else notes
 
 
 def _part(name: str, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:

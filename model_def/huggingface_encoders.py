@@ -13,7 +13,6 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
-    PoolingConfig,
     TransformerConfig,
 )
 from graphport.model_def.huggingface_values import (
@@ -27,6 +26,7 @@ from graphport.model_def.huggingface_values import (
 )
 from graphport.model_def.modernbert_config import read_modernbert_config
 from graphport.model_def.position_config import LearnedPosition, RelativeBias
+from graphport.model_def.readout_config import PoolingConfig
 
 _LAYER_KEYS = {
     "hidden_size": "hidden_size",

@@ -9,7 +9,6 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
-    PoolingConfig,
     TransformerConfig,
 )
 from graphport.model_def.huggingface_values import (
@@ -22,6 +21,7 @@ from graphport.model_def.huggingface_values import (
     read_flag,
     read_integer,
 )
+from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.rotary_parameters import read_rotary
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphport.model_def.attention import Attention, CacheStep, RotaryTables
+from graphport.model_def.classifier import Classifier
 from graphport.model_def.config import BlockConfig, TransformerConfig
 from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.norms import Norm
@@ -73,6 +74,7 @@ class Transformer(nn.Module):
         self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
         self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.head: Head | None = Head(config) if config.head != "none" else None
 
     def forward(

@@ -15,10 +15,11 @@ from tiny_encoders import CONFIGS, make_encoder, reference_states, save_sentence
 from tiny_models import tiny_configs, tiny_encoder_configs, tiny_model, token_ids
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from graphport.model_def.config import PoolingConfig, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.ops import padded_attention, pool
 from graphport.model_def.position_config import ConfigError
+from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.transformer import Transformer
 
 LENGTHS = torch.tensor([7, 1, 4], dtype=torch.int32)
@@ -98,7 +99,7 @@ def test_what_is_no_encoder_is_refused(config: TransformerConfig, length: int, r
 
 
 def test_pooling_of_a_decoder_and_an_unknown_pooling_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pooling is for encoders"):
+    with pytest.raises(ConfigError, match="pooling and classifiers are for encoders"):
         TransformerConfig.from_dict(tiny_configs()["learned"].to_dict() | {"pooling": {"type": "PoolingConfig"}})
     with pytest.raises(ConfigError, match=r"pooling kind must be one of mean, .*'median'"):
         PoolingConfig(kind="median")  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ def test_a_recipe_states_pooling_normalisation_and_the_longest_text(folder: Path
     checkpoint = load_checkpoint(folder)
     assert checkpoint.config.pooling == PoolingConfig(kind="mean", normalize=True)
     assert checkpoint.text_limit == 32
-    assert "left out, embeddings need no head: pooler.dense.bias, pooler.dense.weight" in checkpoint.notes
+    assert "left out, of heads that are not used: pooler.dense.bias, pooler.dense.weight" in checkpoint.notes
 
 
 def test_a_plain_folder_pools_the_mean_and_says_so(tmp_path: Path) -> None:

@@ -28,9 +28,10 @@ from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA, Target, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.verify import verify
-from graphport.model_def.config import PoolingConfig, PoolingKind, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.ops import pool
+from graphport.model_def.readout_config import PoolingConfig, PoolingKind
 from graphport.model_def.signature import GRAPH_FILE, Signature, TensorSpec, encoder_signature
 from graphport.model_def.transformer import Transformer
 from graphport.runtime.session import SHAPE_OPS
@@ -279,12 +280,12 @@ def test_a_decoder_in_fp32_on_cuda_and_a_cache_for_an_encoder_are_refused(tmp_pa
 def test_every_tolerance_rejects_wrong_states(stage: str, figure: str, broken: str, *, pools: bool) -> None:
     random = np.random.default_rng(0)
     hidden = [random.standard_normal((length, 8)).astype(np.float32) for length in (3, 3, 1)]
-    vectors = np.stack([states.mean(0) for states in hidden]) if pools else None
+    vectors = [states.mean(0) for states in hidden] if pools else None
     reference = States(hidden, vectors)
     assert check_states(stage, figure, "it", compare_states(reference, reference)).passed
     wrong = [states.copy() for states in hidden]
-    changed = None if vectors is None else vectors.copy()
-    for states in (wrong[1], *(() if changed is None else (changed[1:2],))):
+    changed = None if vectors is None else [vector.copy() for vector in vectors]
+    for states in (wrong[1], *(() if changed is None else (changed[1][None],))):
         if broken == "zeros":
             states[:] = 0
         elif broken == "another text":

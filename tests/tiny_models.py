@@ -15,7 +15,6 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
-    PoolingConfig,
     TransformerConfig,
 )
 from graphport.model_def.norms import Norm
@@ -32,6 +31,7 @@ from graphport.model_def.position_config import (
     YarnScaling,
 )
 from graphport.model_def.positions import length_switch
+from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 from graphport.model_def.transformer import Transformer
 
 # Sizes that cannot be taken for one another: no two equal, none a multiple of a kernel's block.
@@ -119,6 +119,12 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
             relative_bias=RelativeBias(num_buckets=8, max_distance=20),
         ),
         "encoder_windows": _modern_encoder(),
+        "encoder_classifier": encoder(
+            both_ways, position=learned, classifier=ClassifierConfig(labels=("a", "b", "c"), transform="tanh")
+        ),
+        "encoder_token_classifier": encoder(
+            both_ways, position=learned, classifier=ClassifierConfig(labels=("a", "b", "c"), per_token=True)
+        ),
         "encoder_one_type": encoder(
             attention(causal=False, num_kv_heads=HEADS, rotary=None),
             position=LearnedPosition(max_positions=MAX_POSITIONS, offset=2),
