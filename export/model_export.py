@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
+import onnx_ir as ir
+
+from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
 from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import (
@@ -116,7 +119,7 @@ def export(
         compiled = exported.clone()
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
-        write_graph(compiled, folder)
+        _write_graphs(compiled, plan, folder)
         if verify:
             shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
             require_passed(shipped)
@@ -139,6 +142,13 @@ def export(
         certificate=checks,
         notes=(*opened.notes, *notes, *advice),
     )
+
+
+def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
+    """Write the graph that ships, and the one that a CPU packs for itself where they differ."""
+    write_graph(compiled, folder)
+    if plan.target is CPU:
+        write_bare_graph(folder)
 
 
 def _note_unchecked(plan: CompilePlan) -> tuple[str, ...]:

@@ -29,6 +29,9 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FUSIONS_FILE = "fusions.json"
 CERTIFICATE_FILE = "certificate.json"
+BARE_GRAPH_FILE = "bare_graph.onnx"  # the graph without the minima of its blocks: what the runtime packs, never runs
+PREPARED_FOLDER = "prepared"  # the graph packed for one processor: made on the machine that runs it
+PREPARED_FILE = "prepared.json"
 
 INPUT_IDS = "input_ids"
 SEQLENS_K = "seqlens_k"
@@ -46,6 +49,10 @@ HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
 
 NUM_CANDIDATES = 64  # of a row, at most: what comes to the host when an id is sampled
+
+
+# A matrix of 4- or 8-bit blocks in the graph: `<name>_q4` or `_q8`, and beside it, by suffix in place of that:
+SCALES, ZERO_POINTS, MINIMA, MINIMA_TRANSPOSED = "_scales", "_zero_points", "_minima", "_minima_transposed"
 
 
 class ManifestError(ValueError):

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from graphport.runtime.generation_output import GenerationOutput
     from graphport.runtime.language_model import LanguageModel, load_language_model
     from graphport.runtime.loading import load
+    from graphport.runtime.preparation import Prepared, prepare
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.session import Session
@@ -17,6 +18,7 @@ __all__ = [
     "Encoder",
     "GenerationOutput",
     "LanguageModel",
+    "Prepared",
     "SamplingParams",
     "Session",
     "StreamEvent",
@@ -24,6 +26,7 @@ __all__ = [
     "load_encoder",
     "load_language_model",
     "open_bundle",
+    "prepare",
 ]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
@@ -31,6 +34,7 @@ _HOMES = {
     "Encoder": "graphport.runtime.encoder",
     "GenerationOutput": "graphport.runtime.generation_output",
     "LanguageModel": "graphport.runtime.language_model",
+    "Prepared": "graphport.runtime.preparation",
     "SamplingParams": "graphport.runtime.sampling_params",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
@@ -38,6 +42,7 @@ _HOMES = {
     "load_encoder": "graphport.runtime.encoder",
     "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
+    "prepare": "graphport.runtime.preparation",
 }
 
 

@@ -53,6 +53,7 @@ def load_language_model(
     prefill_chunk: int = PREFILL_CHUNK,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    prepared: bool = True,
 ) -> "LanguageModel":
     """Open a decoder's bundle.
 
@@ -62,6 +63,7 @@ def load_language_model(
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
+    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     return LanguageModel(
@@ -75,6 +77,7 @@ def load_language_model(
         prefill_chunk=prefill_chunk,
         cuda_graphs=cuda_graphs,
         stream=stream,
+        prepared=prepared,
     )
 
 
@@ -101,6 +104,7 @@ class LanguageModel:
         prefill_chunk: int = PREFILL_CHUNK,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind != "decoder":
             raise ValueError(
@@ -127,11 +131,13 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
         self.threads = session.threads
+        self.is_prepared = session.is_prepared
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options

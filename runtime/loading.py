@@ -27,6 +27,7 @@ def load(
     prefill_chunk: int | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    prepared: bool = True,
 ) -> LanguageModel | Encoder:
     """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
 
@@ -46,6 +47,7 @@ def load(
             prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
             cuda_graphs=cuda_graphs,
             stream=stream,
+            prepared=prepared,
         )
     refused = {"prefill_chunk": prefill_chunk is not None, "cuda_graphs": cuda_graphs is True}
     if any(refused.values()):

@@ -67,7 +67,8 @@ class Session:
     """An open decoder graph.
 
     Attributes: `device` and `device_id`, where it runs; `provider_options`, those that CUDA took; `memory_plan`, for
-    runs within the limits given; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
+    runs within the limits given; `is_prepared`, whether it is the graph packed for this processor; `threads`;
+    `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Session:
         threads: int | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
         """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
 
@@ -89,11 +91,12 @@ class Session:
         self.threads = default_threads() if threads is None else checked_threads(threads)
         longest = bundle.manifest.max_length
         limits = limits or RunLimits(max_batch=1, max_length=longest, prefill_chunk=longest)
-        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options)
+        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options, prepared=prepared)
         cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
         opened = open_graph(bundle, request, limits, cuda, threads=self.threads)
         self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
         self.provider_options, self.memory_plan = opened.provider_options, opened.plan
+        self.is_prepared = opened.is_prepared
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
         self.placement = node_placement(self._session)

@@ -21,11 +21,12 @@ from graphport.runtime.sampling import NonFiniteLogitsError
 
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
-    "export": "SOURCE OUT --accuracy-level --context --debug --force --kv-cache --no-verify --precision "
-    "--require-exact --require-fused --seed --target",
+    "export": "SOURCE OUT --accuracy-level --context --debug --force --kv-cache --no-prepare --no-verify "
+    "--precision --require-exact --require-fused --seed --target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
     "--seed --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
+    "prepare": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --json",
     "report": "BUNDLE --debug --json",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",

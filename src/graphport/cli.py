@@ -27,6 +27,7 @@ from graphport.cli_embed import embed
 from graphport.cli_eval import evaluate
 from graphport.cli_export import export, report, verify
 from graphport.cli_options import Invocation
+from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
 
 app = typer.Typer(
@@ -38,6 +39,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "export": export,
     "generate": generate,
     "chat": chat,
+    "prepare": prepare,
     "verify": verify,
     "report": report,
     "eval": evaluate,
