@@ -101,6 +101,16 @@ def test_the_compiled_graph_equals_eager_in_batches_and_alone(staged: Staged, tm
         assert_close(runner.states(shifted), staged.eager)
 
 
+def test_b45_a_row_without_a_token_and_padding_give_finite_numbers(staged: Staged, tmp_path: Path) -> None:
+    staged.compiled(tmp_path / "fp32", CPU, "fp32")
+    session = onnxruntime.InferenceSession(tmp_path / "fp32" / GRAPH_FILE, providers=[CPU.provider])
+    ids, lengths = np.full((3, 9), 5, np.int64), np.array([9, 2, 0], np.int32)
+    feed = {"input_ids": ids, "lengths": lengths, "token_type_ids": np.zeros_like(ids)}
+    names = {node.name for node in session.get_inputs()}
+    for found in session.run(None, {name: array for name, array in feed.items() if name in names}):
+        assert np.isfinite(found).all()
+
+
 def test_int8_equals_eager_with_the_weights_that_it_holds(staged: Staged, tmp_path: Path) -> None:
     found = staged.compiled(tmp_path / "int8", EXACT, "int8", optimize=True).states(staged.rows)
     rounded = copy.deepcopy(staged.model)
