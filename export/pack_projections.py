@@ -31,7 +31,8 @@ from graphport.export.graph_pass import (
 from graphport.export.portable_ops import DOMAIN
 
 CACHED_OPS = ("CachedAttention", "RotaryCachedAttention")
-PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention")
+BIASED_OPS = ("BiasedPaddedAttention", "BiasedRotaryPaddedAttention")
+PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention", *BIASED_OPS)
 ATTENTION_OPS = (*CACHED_OPS, *PADDED_OPS)
 
 _PARTS = "packed_from"  # in the metadata of a packed weight

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
-from graphport.model_def.config import PoolingConfig
+from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
 
 _CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
@@ -124,6 +124,7 @@ def print_report(report: Report) -> None:
         *(() if (level := report.accuracy_level) is None else (("accuracy level", _ACCURACY[level]),)),
         ("kind", manifest.kind),
         *(() if (dtype := manifest.cache_dtype) is None else (("KV cache", _CACHE_NAMES.get(dtype, dtype)),)),
+        *(() if (head := manifest.config.classifier) is None else (("labels", ", ".join(head.labels)),)),
         *(() if (pooling := manifest.config.pooling) is None else (("pooling", _pooling(pooling)),)),
         ("longest text", f"{manifest.max_length} tokens"),
         ("layers", str(manifest.config.num_layers)),
