@@ -179,7 +179,7 @@ def _search(measure: Callable[[int], Probe], costs: Sequence[float], *, max_kl: 
     if not held.kl <= max_kl:
         raise TargetError(
             f"max_kl {max_kl:g} cannot be met: with every matrix at its best the divergence is {held.kl:.3g}; "
-            f"choose --max-kl {_rounded_up(held.kl)} or more, or --precision fp32"
+            f"choose --max-kl {_rounded_up(held.kl)} or more, or a precision of floats"
         )
     left = np.concatenate([np.cumsum(np.asarray(costs, np.float64)[::-1])[::-1], [0.0]])  # of groups that are low
     for _ in range(_MOST_PROBES):
