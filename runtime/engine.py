@@ -1,10 +1,12 @@
 """Continuous batching: prompts run in chunks, rows decode together, finished rows leave and waiting ones join.
 
 In: sequences. Out: tokens, handed to each sequence as they come. It validates no requests and chooses no tokens itself.
-One thread at a time may run a step (see `language_model.py`); others may `submit` and append to `cancellations`.
+One thread at a time may run a step (see `turns.py`); others may `submit` and append to `cancellations`.
 """
 
+import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,38 +14,57 @@ from numpy.typing import NDArray
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import SCORING_BYTES
-from graphport.runtime.scheduler import Scheduler
+from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
 
 
 class Engine:
-    """Runs sequences over one session and one cache. A step decodes once, then prefills at most `prefill_chunk` tokens.
+    """Runs sequences over one session and one cache. A step decodes once, then prefills at most one chunk of prompts.
 
-    In this order a prompt's first token reaches its owner before the second is computed.
+    In this order a prompt's first token reaches its owner before the second is computed. A chunk has `prefill_chunk`
+    tokens, and `paced_chunk` while rows decode: no row waits for its next token for longer than one decode step and a
+    chunk of that many tokens take.
 
-    A failure of a sequence ends that sequence, with its error kept for its owner; the others go on.
+    A failure of a sequence ends that sequence, with its error kept for its owner; the others go on. `clock` is what
+    deadlines are compared with, in seconds.
     """
 
-    def __init__(self, session: Session, *, max_batch: int, max_length: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        max_batch: int,
+        max_length: int,
+        prefill_chunk: int,
+        paced_chunk: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.session = session
         self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
         self.scheduler = Scheduler(self.cache)
-        self.arrivals: deque[Sequence] = deque()
+        self.arrivals: deque[PromptGroup] = deque()
         self.cancellations: deque[Sequence] = deque()
         self.num_steps = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
+        self._paced_chunk = min(self._prefill_chunk, checked_count("paced_chunk", paced_chunk or prefill_chunk))
+        if session.has_quantised_cache:
+            # rows of one chunk see each other before they are rounded: where chunks begin decides results there
+            self._prefill_chunk = self._paced_chunk
         self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
+        self._clock = clock
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; one that is finished already is left alone. May be called during a step."""
-        if not sequence.is_finished:
-            self.arrivals.append(sequence)
+    def submit(self, *sequences: Sequence) -> None:
+        """Queue the samples of one prompt; those finished already are left alone. May be called during a step."""
+        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
+        if unfinished:
+            self.arrivals.append(PromptGroup(unfinished))
 
     def step(self) -> None:
         """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
         self.drop_cancelled()
+        self._drop_late()
         self._decode()
         self._prefill()
 
@@ -51,9 +72,7 @@ class Engine:
         """End the sequences in `cancellations`, and free their slots. Not during a step."""
         self._take_arrivals()
         while self.cancellations:
-            sequence = self.cancellations.popleft()
-            self.scheduler.remove(sequence)
-            sequence.cancel()
+            self._cancel(self.cancellations.popleft())
 
     def all_sequences(self) -> list[Sequence]:
         """Every sequence that has not ended, in no particular order. Not during a step."""
@@ -62,51 +81,67 @@ class Engine:
 
     def _take_arrivals(self) -> None:
         while self.arrivals:
-            self.scheduler.waiting.append(self.arrivals.popleft())
+            self.scheduler.add(self.arrivals.popleft())
+
+    def _drop_late(self) -> None:
+        now = self._clock()
+        for sequence in self.scheduler.all_sequences():
+            if sequence.deadline is not None and now >= sequence.deadline:
+                self._cancel(sequence)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        self.scheduler.remove(sequence)
+        sequence.cancel()
 
     def _prefill(self) -> None:
-        budget = self._prefill_chunk
-        while budget > 0 and (sequence := self.scheduler.next_prefill()) is not None:
-            ids, rows = self._next_chunk(sequence)
-            if len(ids) > budget:
+        used = 0
+        while (group := self.scheduler.next_prefill()) is not None:
+            size = self._paced_chunk if self.scheduler.decoding else self._prefill_chunk
+            ids, rows = self._next_chunk(group.first, size)
+            if used + len(ids) > size:
                 return
-            self._run_chunk(sequence, ids, rows)
+            self._run_chunk(group, ids, rows)
             # logits of many positions take it all: their owner can read them before the next step makes more
-            budget -= len(ids) if rows is None else budget
+            used += len(ids) if rows is None else size
+            if used >= size:
+                return
 
-    def _next_chunk(self, sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.
+    def _next_chunk(self, sequence: Sequence, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Ids [S] of the part of a prompt that runs next, at most `size`, and which of them [R] are asked for logits.
 
-        None asks for the last one at most. A part begins and ends wherever it would if the prompt were alone: over a
-        quantised cache, results depend on that.
+        None asks for the last one at most.
         """
         begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
         if first is None:
-            return sequence.prompt_ids[begin : begin + self._prefill_chunk], None
+            return sequence.prompt_ids[begin : begin + size], None
         before = max(first - begin, 0)
-        ids = sequence.prompt_ids[begin : begin + min(self._prefill_chunk, before + self._scoring_chunk)]
+        ids = sequence.prompt_ids[begin : begin + min(size, before + self._scoring_chunk)]
         return ids, np.arange(before, len(ids)) if before < len(ids) else None
 
-    def _run_chunk(self, sequence: Sequence, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
+    def _run_chunk(self, group: PromptGroup, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
         """Run `ids` [S] of a prompt, at batch 1 on its slot."""
-        slot = self.scheduler.prefill_slot
-        begin = int(self.cache.lengths[slot])
+        slot, prompt_ids = self.scheduler.prefill_slot, group.first.prompt_ids
+        is_last = int(self.cache.lengths[slot]) + len(ids) == len(prompt_ids)
         try:
-            # room for the whole prompt and a token after it: the cache grows, or refuses, once and before the work
-            room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
-            self.cache.reserve(slot + 1, room)
+            # room for the whole prompt and a token after it, for all samples: the cache grows, or refuses, once and
+            # before the work
+            self.cache.reserve(slot + len(group.sequences), min(len(prompt_ids) + 1, self.cache.max_length))
             self.num_steps += 1
             outputs = self.session.run(self.cache, ids[np.newaxis], rows, first_slot=slot)
-            is_last = begin + len(ids) == len(sequence.prompt_ids)
-            if is_last or rows is not None:
-                sequence.accept(outputs)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
-            sequence.fail(error)
-            is_last = True
-        if sequence.is_finished:
-            self.scheduler.remove(sequence)
-        elif is_last:
+            self._fail(list(group.sequences), error)
+            return
+        if not is_last and rows is None:
+            return
+        for sequence in group.sequences:
+            try:
+                sequence.accept(outputs)
+            except Exception as error:  # as above: this sample's alone
+                sequence.fail(error)
+        if is_last:
             self.scheduler.start_decoding()
+        else:
+            self._remove_finished(list(group.sequences))
 
     def _decode(self) -> None:
         rows = list(self.scheduler.decoding)
@@ -129,11 +164,14 @@ class Engine:
                 sequence.accept(outputs, slot)
             except Exception as error:  # as above: this row's alone
                 sequence.fail(error)
-        for sequence in rows:
-            if sequence.is_finished:
-                self.scheduler.remove(sequence)
+        self._remove_finished(rows)
 
     def _fail(self, rows: list[Sequence], error: Exception) -> None:
         for sequence in rows:
             sequence.fail(error)
-            self.scheduler.remove(sequence)
+        self._remove_finished(rows)
+
+    def _remove_finished(self, rows: list[Sequence]) -> None:
+        for sequence in rows:
+            if sequence.is_finished:
+                self.scheduler.remove(sequence)

@@ -9,10 +9,9 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 
 import logging
 import os
-import threading
 from collections import abc, deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,16 +25,18 @@ from graphport.runtime.generation_output import GenerationOutput, generation_out
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.prompts import checked_prompt_ids
+from graphport.runtime.request import Request
+from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.turns import Turns
 
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
-
-_Result = TypeVar("_Result")
+PACED_CHUNK = 64  # on the CPU, where a step of 512 tokens takes a second and more
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def load(
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    paced_chunk: int | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
 ) -> "LanguageModel":
@@ -58,9 +60,10 @@ def load(
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
-    the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
-    captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
-    cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
+    the workspace. paced_chunk: the same while rows generate, which bounds how long they wait for a new prompt; by
+    default 64 on the CPU and prefill_chunk on CUDA. cuda_graphs, on CUDA alone: decode steps are captured and replayed;
+    "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to run on,
+    by default one of the session's own that is ordered with the legacy default stream.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
@@ -72,16 +75,14 @@ def load(
         max_length=max_length,
         threads=threads,
         prefill_chunk=prefill_chunk,
+        paced_chunk=paced_chunk,
         cuda_graphs=cuda_graphs,
         stream=stream,
     )
 
 
 class LanguageModel:
-    """An open bundle. Methods may be called from several threads: their requests share the batch.
-
-    Whoever waits for a result runs the engine's next step, or waits for the step that another thread runs, so a stream
-    that nobody reads holds up no one.
+    """An open bundle. Methods may be called from several threads: their requests share the batch (see `turns.py`).
 
     Attributes: `device`, `device_id`, `provider_options` (those that CUDA took), `memory_plan`, `threads`,
     `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
@@ -98,6 +99,7 @@ class LanguageModel:
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
+        paced_chunk: int | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
     ) -> None:
@@ -131,47 +133,67 @@ class LanguageModel:
         self.device_id = session.device_id
         self.provider_options = session.provider_options
         self.memory_plan = session.memory_plan
-        self._engine: Engine | None = Engine(
-            session, max_batch=limits.max_batch, max_length=self.max_length, prefill_chunk=limits.prefill_chunk
+        engine = Engine(
+            session,
+            max_batch=limits.max_batch,
+            max_length=self.max_length,
+            prefill_chunk=limits.prefill_chunk,
+            paced_chunk=_paced_chunk(paced_chunk, session.device),
         )
-        # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
-        self._turn = threading.Condition(threading.Lock())
-        self._is_stepping = False
+        self._max_batch = limits.max_batch
+        self._turns = Turns(engine)
 
     def generate(
-        self, prompts: abc.Sequence[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] | None = None
+        self,
+        prompts: abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestArguments],
     ) -> list[GenerationOutput]:
         """Continue every prompt, a str or a list of ids; outputs in the order of the prompts.
 
-        params: one for all, or one a prompt. All prompts are checked before any runs. Raises TypeError and ValueError
-        for requests, NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
+        params: one for all, or one a prompt. options: see `RequestOptions`. All prompts are checked before any runs.
+        Raises TypeError and ValueError for requests, NonFiniteLogitsError when the model overflows; no request of the
+        call goes on after an error.
         """
         if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
             raise TypeError(
                 f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]"
             )
         each = _params_for_each(params, len(prompts))
-        sequences = [
-            self._new_sequence(prompt, one, f"prompt {i}")
+        checked = RequestOptions(**options)
+        requests = [
+            self._new_request(prompt, one, f"prompt {i}", checked)
             for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
         ]
-        self._run(sequences)
-        return [generation_output(sequence) for sequence in sequences]
+        self._turns.run(requests)
+        return [generation_output(request.sequences) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> abc.Iterator[StreamEvent]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestArguments],
+    ) -> abc.Iterator[StreamEvent]:
         """Continue one prompt, token by token; the texts of the events join to the text of `generate`.
 
-        The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
-        request and frees its place in the batch.
+        The events of several samples (`SamplingParams.n`) come as they are computed, with the sample's `index`.
+        options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
+        or dropping it, cancels the request and frees its place in the batch.
         """
-        sequence = self._new_sequence(prompt, params or SamplingParams(), "prompt")
-        return self._results(sequence, sequence.events)
+        checked = RequestOptions(**options)
+        return self._turns.results(self._new_request(prompt, params or SamplingParams(), "prompt", checked))
 
     def chat(
-        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: abc.Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestArguments],
     ) -> abc.Iterator[StreamEvent]:
-        """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template."""
-        return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params)
+        """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template.
+
+        options: those of `stream`.
+        """
+        return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params, **options)
 
     def logits(self, prompts: abc.Sequence[abc.Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
         """Logits [len, vocab] of every position of each list of ids, through the cache path."""
@@ -192,23 +214,21 @@ class LanguageModel:
         if not 0 <= first_row < len(checked):
             raise ValueError(f"first_row must be 0 to {len(checked) - 1}, the last position; got {first_row}")
         sequence = ScoringSequence(checked, vocab_size=self.vocab_size, first_row=first_row)
-        return self._results(sequence, sequence.pieces)
+        return self._turns.results(Request([sequence], sequence.pieces))
 
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
-        with self._turn:
-            while self._is_stepping:
-                self._turn.wait()
-            engine, self._engine = self._engine, None
-            for sequence in engine.all_sequences() if engine is not None else ():
-                sequence.cancel()
-            self._turn.notify_all()
+        self._turns.close()
 
     def __enter__(self) -> "LanguageModel":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._turns.engine
 
     @property
     def num_active(self) -> int:
@@ -226,7 +246,9 @@ class LanguageModel:
         cache = None if self._engine is None else self._engine.cache
         return 0 if cache is None else cache.bytes_for(cache.num_slots, cache.capacity)
 
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, name: str) -> Sequence:
+    def _new_request(
+        self, prompt: Prompt, params: SamplingParams, name: str, options: RequestOptions
+    ) -> Request[StreamEvent]:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
         if params.stop:
@@ -235,15 +257,29 @@ class LanguageModel:
         ids = self._checked_ids(encoded, name)
         own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids
         new = self.max_length if params.max_new_tokens is None else params.max_new_tokens
-        return Sequence(
-            ids,
-            params,
-            vocab_size=self.vocab_size,
-            max_total=min(self.max_length, len(ids) + new),
-            end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
-            text_stream=None if self.tokenizer is None else self.tokenizer.stream(),
-            num_text_ids=0 if self.tokenizer is None else self.tokenizer.vocab_size,
-        )
+        if params.n > self._max_batch:
+            raise ValueError(
+                f"{name} asks for n={params.n} samples, which need as many places in the batch; there are "
+                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times"
+            )
+        events: deque[StreamEvent] = deque()
+        sequences = [
+            Sequence(
+                ids,
+                params,
+                vocab_size=self.vocab_size,
+                max_total=min(self.max_length, len(ids) + new),
+                end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
+                text_stream=None if self.tokenizer is None else self.tokenizer.stream(),
+                num_text_ids=0 if self.tokenizer is None else self.tokenizer.vocab_size,
+                index=index,
+                events=events,
+                priority=options.priority,
+                deadline=options.deadline,
+            )
+            for index in range(params.n)
+        ]
+        return Request(sequences, events)
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -253,30 +289,6 @@ class LanguageModel:
     def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
         return checked_prompt_ids(ids, name, vocab_size=self.vocab_size, max_length=self.max_length)
 
-    def _run(self, sequences: abc.Sequence[Sequence]) -> None:
-        try:
-            self._submit(sequences)
-            for sequence in sequences:
-                while not sequence.is_finished:
-                    sequence.events.clear()  # its results are read at the end
-                    self._advance(sequence)
-                _raise_error(sequence)
-        finally:
-            self._cancel(sequences)
-
-    def _results(self, sequence: Sequence, results: deque[_Result]) -> abc.Iterator[_Result]:
-        """Run `sequence` and give what it puts into its `results`, as it comes."""
-        try:
-            self._submit([sequence])
-            while not sequence.is_finished or results:
-                if results:
-                    yield results.popleft()
-                else:
-                    self._advance(sequence)
-            _raise_error(sequence)
-        finally:
-            self._cancel([sequence])
-
     def _all_logits(self, ids: tuple[int, ...]) -> NDArray[np.float32]:
         logits = np.empty((len(ids), self.vocab_size), np.float32)
         end = 0
@@ -285,48 +297,11 @@ class LanguageModel:
             logits[begin:end] = piece
         return logits
 
-    def _submit(self, sequences: abc.Sequence[Sequence]) -> None:
-        engine = self._need_engine()
-        for sequence in sequences:
-            engine.submit(sequence)
 
-    def _advance(self, sequence: Sequence) -> None:
-        """Run one step of the engine, or wait for the steps that another thread runs until they reach `sequence`."""
-        with self._turn:
-            while self._is_stepping and not (sequence.has_results or sequence.is_finished):
-                self._turn.wait()
-            if sequence.has_results or sequence.is_finished:
-                return
-            engine = self._need_engine()
-            self._is_stepping = True
-        try:
-            engine.step()
-        finally:
-            with self._turn:
-                self._is_stepping = False
-                self._turn.notify_all()
-
-    def _cancel(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Free the places of sequences that have not ended, now or with the next step.
-
-        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
-        """
-        engine = self._engine
-        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
-        if engine is None or not unfinished:
-            return
-        engine.cancellations.extend(unfinished)
-        if self._turn.acquire(blocking=False):
-            try:
-                if not self._is_stepping:
-                    engine.drop_cancelled()
-            finally:
-                self._turn.release()
-
-    def _need_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this LanguageModel is closed; load the bundle again")
-        return self._engine
+def _paced_chunk(wish: int | None, device: Device) -> int | None:
+    if wish is not None:
+        return checked_count("paced_chunk", wish)
+    return PACED_CHUNK if device == "cpu" else None
 
 
 def _params_for_each(
@@ -339,8 +314,3 @@ def _params_for_each(
     if len(params) != count:
         raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
     return params
-
-
-def _raise_error(sequence: Sequence) -> None:
-    if sequence.error is not None:
-        raise sequence.error

@@ -51,13 +51,15 @@ class Sampler:
     """Chooses the ids of one sequence. It owns that sequence's history and stream of random numbers.
 
     Each drawn id takes exactly one number from the stream, so what a sequence gets depends on its seed and its logits
-    alone: not on its neighbours, the order of calls, or NumPy's global state, which is not touched.
+    alone: not on its neighbours, the order of calls, or NumPy's global state, which is not touched. Of the
+    `SamplingParams.n` samples of a prompt, number 0 has the stream that it would have alone, and number `index` the
+    child of the seed with that spawn key (`numpy.random.SeedSequence`).
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], *, vocab_size: int) -> None:
+    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], *, vocab_size: int, index: int = 0) -> None:
         self._params = params
         self._vocab_size = vocab_size
-        self._random = np.random.default_rng(params.seed)
+        self._random = np.random.default_rng(np.random.SeedSequence(params.seed, spawn_key=(index,) if index else ()))
         self._history = _History(vocab_size) if _has_penalty(params) else None
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         self._check_ids("prompt_ids", prompt)

@@ -26,6 +26,7 @@ _LARGEST_ID = 2**31 - 1
 class SamplingParams:
     """How to choose the ids of one sequence, and when to end it.
 
+    n: samples of the prompt, which is run once for all of them; each needs a place in the batch.
     max_new_tokens: None generates up to the length limit; 0 generates nothing.
     temperature: divides the logits; 0 is greedy: the highest logit, the lowest id among equals, and no filter.
     top_k: keep the k highest; 0 and None turn it off, more than the vocabulary keeps all of it.
@@ -33,11 +34,12 @@ class SamplingParams:
     min_p: drop ids less likely than min_p times the most likely one; 0 is off.
     repetition_penalty: ids of prompt and output, once each: positive logits are divided, negative multiplied; 1 is off.
     presence_penalty, frequency_penalty: taken from the logits of generated ids, once, and once an occurrence.
-    seed: the sequence's own stream of random numbers; None takes fresh entropy from the operating system.
+    seed: the sequence's own stream of random numbers; None takes fresh entropy from the operating system. Of n samples,
+    the first has the stream of n=1, and the others have streams derived from the seed and their number.
     stop, stop_token_ids: text and ids that end generation, besides the model's own end ids (unless `ignore_eos`).
     logprobs: number of most likely alternatives to report for each id; None reports none.
 
-    n other than 1, prompt_logprobs, logit_bias, bad_words, json_schema, regex and grammar are not built yet: setting
+    prompt_logprobs, logit_bias, bad_words, json_schema, regex and grammar are not built yet: setting
     one raises. Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
     """
 
@@ -63,9 +65,7 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        self._set("n", _integer("n", self.n, low=1, allowed="1"))
-        if self.n != 1:
-            raise ValueError(f"n={self.n} is not built yet: it must be 1; give the prompt {self.n} times instead")
+        self._set("n", _integer("n", self.n, low=1, allowed="an integer from 1"))
         for name, advice in _NOT_BUILT.items():
             value = getattr(self, name)
             if value is not None and not (name == "bad_words" and _is_empty(value)):

@@ -25,8 +25,9 @@ class StreamEvent:
     """One generated token and the text that may be shown since the last one.
 
     `text` may be empty (an unfinished character, or the possible beginning of a stop string). `finish_reason` stands in
-    the last event only, whose text holds all that was held back. A request that generates nothing has one event with
-    `token_id` and `logprob` None.
+    the last event only, whose text holds all that was held back. An event that brings no token (a request that
+    generates nothing, or that was cancelled) has `token_id` and `logprob` None. `index`: which of the prompt's
+    `SamplingParams.n` samples it belongs to.
     """
 
     text: str
@@ -34,6 +35,7 @@ class StreamEvent:
     logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...] = ()
     finish_reason: FinishReason | None = None
+    index: int = 0
 
 
 class Sequence:
@@ -42,7 +44,8 @@ class Sequence:
     Ids that end it: `end_ids`. The end id is part of `token_ids` and not of the text. It also ends, with reason
     "length", when prompt and new tokens reach `max_total`. Ids from `num_text_ids` on have no text: heads are often
     padded beyond the tokenizer. `first_row` is the first prompt position whose logits are asked for, None when only the
-    last one's are.
+    last one's are. `index`: which of the samples of its prompt it is; `events` may be shared by all of them.
+    `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     """
 
     first_row: int | None = None
@@ -57,33 +60,35 @@ class Sequence:
         end_ids: frozenset[int] = frozenset(),
         text_stream: TextStream | None = None,
         num_text_ids: int = 0,
+        index: int = 0,
+        events: deque[StreamEvent] | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
         self.token_ids: list[int] = []
         self.samples: list[Sample] = []
         self.text = ""
-        self.events: deque[StreamEvent] = deque()
+        self.events: deque[StreamEvent] = deque() if events is None else events
+        self.index = index
+        self.priority = priority
+        self.deadline = deadline
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self._sampler = Sampler(params, prompt_ids, vocab_size=vocab_size)
+        self._sampler = Sampler(params, prompt_ids, vocab_size=vocab_size, index=index)
         self._text_stream = text_stream
         self._num_text_ids = num_text_ids
         self._stops = StopStrings(params.stop)
         self._end_ids = end_ids
         self._max_total = max_total
         if self._is_full():
-            self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length"))
+            self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length", index=index))
 
     @property
     def is_finished(self) -> bool:
         """Whether it has ended, for any reason or by an error."""
         return self.finish_reason is not None or self.error is not None
-
-    @property
-    def has_results(self) -> bool:
-        """Whether there is something that its owner has not read."""
-        return bool(self.events)
 
     def accept(self, outputs: StepOutputs, index: int = 0) -> None:
         """Choose the next token from row `index` of a step and add its text. Raises NonFiniteLogitsError."""
@@ -99,13 +104,16 @@ class Sequence:
                 logprob=sample.logprob,
                 top_logprobs=sample.top_logprobs,
                 finish_reason=reason,
+                index=self.index,
             )
         )
 
     def cancel(self) -> None:
-        """End it without a further token."""
+        """End it without a further token; what was held back of its text is shown."""
         if not self.is_finished:
-            self.finish_reason = "cancelled"
+            text = self._last_text()[0]
+            self.text += text
+            self._emit(StreamEvent(text=text, token_id=None, logprob=None, finish_reason="cancelled", index=self.index))
 
     def fail(self, error: Exception) -> None:
         """End it with an error, which its owner raises."""
@@ -148,11 +156,6 @@ class ScoringSequence(Sequence):
         self.first_row = first_row
         self.pieces: deque[NDArray[np.float32]] = deque()
         self._next_row = first_row
-
-    @property
-    def has_results(self) -> bool:
-        """See Sequence."""
-        return bool(self.pieces)
 
     def accept(self, outputs: StepOutputs, index: int = 0) -> None:  # noqa: ARG002 - a prompt has one row of positions
         """Keep the logits of all rows of a step, the next positions. Raises NonFiniteLogitsError."""

@@ -58,6 +58,8 @@ SHAPE_OPS = (
     "Equal",
 )
 
+QUANTISED_CACHES: tuple[DType, ...] = ("int8", "uint8", "float8e4m3fn")
+
 _THREADS_PER_PROCESSOR = 4  # at most
 
 _log = logging.getLogger(__name__)
@@ -113,6 +115,11 @@ class Session:
     def cuda_graphs(self) -> bool:
         """Whether decode steps are captured as CUDA graphs and replayed."""
         return self._runner.captures
+
+    @property
+    def has_quantised_cache(self) -> bool:
+        """Whether rows are rounded when they are cached, so that results depend on where chunks of a prompt begin."""
+        return self.manifest.cache_dtype in QUANTISED_CACHES
 
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""

@@ -1,0 +1,45 @@
+"""How a request is served, beside what is sampled: how urgent it is, and for how long it may run.
+
+In: what a caller gave by name. Out: `RequestOptions`, checked before anything runs. It orders and stops nothing.
+"""
+
+import math
+import numbers
+import time
+from dataclasses import dataclass
+from typing import TypedDict
+
+
+class RequestArguments(TypedDict, total=False):
+    """The keyword arguments of a request; see RequestOptions."""
+
+    priority: int
+    timeout: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of one request.
+
+    priority: requests of a lower number are taken up first (vLLM's rule), those of the same in the order in which they
+    came. timeout: seconds from the call after which a request that has not ended does so, with reason "cancelled" and
+    what it has. Raises TypeError and ValueError by name.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
+            raise TypeError(f"priority must be a whole number, the lower the sooner; got {self.priority!r}")
+        if self.timeout is None:
+            return
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):
+            raise TypeError(f"timeout must be None or a number of seconds above 0; got {self.timeout!r}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout must be None or a number of seconds above 0; got {self.timeout}")
+
+    @property
+    def deadline(self) -> float | None:
+        """The end of the time-out if it begins now, in seconds of `time.monotonic`."""
+        return None if self.timeout is None else time.monotonic() + self.timeout
