@@ -9,15 +9,26 @@ if TYPE_CHECKING:
     from graphport.runtime.language_model import LanguageModel, load
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
+    from graphport.runtime.sequence_state import SequenceState
     from graphport.runtime.session import Session
 
-__all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "Session", "StreamEvent", "load", "open_bundle"]
+__all__ = [
+    "GenerationOutput",
+    "LanguageModel",
+    "SamplingParams",
+    "SequenceState",
+    "Session",
+    "StreamEvent",
+    "load",
+    "open_bundle",
+]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
     "GenerationOutput": "graphport.runtime.generation_output",
     "LanguageModel": "graphport.runtime.language_model",
     "SamplingParams": "graphport.runtime.sampling_params",
+    "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
     "load": "graphport.runtime.language_model",

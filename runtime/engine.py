@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import SCORING_BYTES
+from graphport.runtime.row_reuse import RowReuse
 from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
@@ -27,7 +28,8 @@ class Engine:
     chunk of that many tokens take.
 
     A failure of a sequence ends that sequence, with its error kept for its owner; the others go on. `clock` is what
-    deadlines are compared with, in seconds.
+    deadlines are compared with, in seconds. `prefix_cache_bytes`: what rows of earlier prompts may take. `fixed_chunk`:
+    the size of all chunks, where results depend on it (over a quantised cache).
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Engine:
         max_length: int,
         prefill_chunk: int,
         paced_chunk: int | None = None,
+        prefix_cache_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
@@ -48,9 +51,11 @@ class Engine:
         self.num_steps = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
         self._paced_chunk = min(self._prefill_chunk, checked_count("paced_chunk", paced_chunk or prefill_chunk))
+        self.fixed_chunk: int | None = None
         if session.has_quantised_cache:
             # rows of one chunk see each other before they are rounded: where chunks begin decides results there
-            self._prefill_chunk = self._paced_chunk
+            self.fixed_chunk = self._prefill_chunk = self._paced_chunk
+        self.reuse = RowReuse(self.cache, budget=prefix_cache_bytes, chunk=self.fixed_chunk)
         self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
         self._clock = clock
@@ -90,12 +95,14 @@ class Engine:
                 self._cancel(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
-        self.scheduler.remove(sequence)
         sequence.cancel()
+        self._remove(sequence)
 
     def _prefill(self) -> None:
         used = 0
         while (group := self.scheduler.next_prefill()) is not None:
+            if not self._begin(group):
+                continue
             size = self._paced_chunk if self.scheduler.decoding else self._prefill_chunk
             ids, rows = self._next_chunk(group.first, size)
             if used + len(ids) > size:
@@ -106,12 +113,32 @@ class Engine:
             if used >= size:
                 return
 
+    def _begin(self, group: PromptGroup) -> bool:
+        """Make room in the cache and fill in the rows that are known already; whether that succeeded.
+
+        Room is for the whole prompt and a token after it, for all samples: the cache grows, or refuses, once and before
+        the work.
+        """
+        if group.has_begun:
+            return True
+        slot, room = self.scheduler.prefill_slot, min(len(group.first.prompt_ids) + 1, self.cache.max_length)
+        try:
+            self.cache.reserve(slot + len(group.sequences), room)
+            self.reuse.restore(group.first, slot)
+        except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
+            self._fail(list(group.sequences), error)
+            return False
+        group.has_begun = True
+        return True
+
     def _next_chunk(self, sequence: Sequence, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Ids [S] of the part of a prompt that runs next, at most `size`, and which of them [R] are asked for logits.
 
         None asks for the last one at most.
         """
         begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
+        if self.fixed_chunk is not None:
+            size = self.fixed_chunk - begin % self.fixed_chunk
         if first is None:
             return sequence.prompt_ids[begin : begin + size], None
         before = max(first - begin, 0)
@@ -120,15 +147,12 @@ class Engine:
 
     def _run_chunk(self, group: PromptGroup, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
         """Run `ids` [S] of a prompt, at batch 1 on its slot."""
-        slot, prompt_ids = self.scheduler.prefill_slot, group.first.prompt_ids
-        is_last = int(self.cache.lengths[slot]) + len(ids) == len(prompt_ids)
+        slot = self.scheduler.prefill_slot
+        is_last = int(self.cache.lengths[slot]) + len(ids) == len(group.first.prompt_ids)
         try:
-            # room for the whole prompt and a token after it, for all samples: the cache grows, or refuses, once and
-            # before the work
-            self.cache.reserve(slot + len(group.sequences), min(len(prompt_ids) + 1, self.cache.max_length))
             self.num_steps += 1
             outputs = self.session.run(self.cache, ids[np.newaxis], rows, first_slot=slot)
-        except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
+        except Exception as error:  # as above
             self._fail(list(group.sequences), error)
             return
         if not is_last and rows is None:
@@ -139,6 +163,10 @@ class Engine:
             except Exception as error:  # as above: this sample's alone
                 sequence.fail(error)
         if is_last:
+            self.reuse.keep(group.first, slot)
+            for sequence in group.sequences:
+                if sequence.is_finished:
+                    self.reuse.hand_over(sequence, slot)
             self.scheduler.start_decoding()
         else:
             self._remove_finished(list(group.sequences))
@@ -174,4 +202,12 @@ class Engine:
     def _remove_finished(self, rows: list[Sequence]) -> None:
         for sequence in rows:
             if sequence.is_finished:
-                self.scheduler.remove(sequence)
+                self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that has ended; its rows are kept unless it failed."""
+        slot = self.scheduler.slot_of(sequence)
+        if slot is not None and sequence.error is None:
+            self.reuse.keep(sequence, slot)
+            self.reuse.hand_over(sequence, slot)
+        self.scheduler.remove(sequence)

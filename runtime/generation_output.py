@@ -5,10 +5,11 @@ In: sequences that have ended. Out: their ids, text and reason as one record. It
 
 import dataclasses
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphport.runtime.sampling import Sample
 from graphport.runtime.sequence import FinishReason, Sequence
+from graphport.runtime.sequence_state import ModelIdentity, SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,8 @@ class GenerationOutput:
 
     `token_ids` are the new ids, an end id included; `text` is their text without end ids, cut before a stop string, and
     empty when the bundle has no tokenizer. `logprobs` has one Sample a new id if SamplingParams.logprobs asked for it.
-    `others` are samples 1 to n-1 of the same prompt (SamplingParams.n).
+    `others` are samples 1 to n-1 of the same prompt (SamplingParams.n). `state`: of all ids that have run, which the
+    last one has not, where it was asked for (`keep_state`) and anything ran.
     """
 
     text: str
@@ -26,6 +28,7 @@ class GenerationOutput:
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[Sample, ...] | None = None
     others: tuple["GenerationOutput", ...] = ()
+    state: SequenceState | None = field(default=None, compare=False, repr=False)
 
     @property
     def samples(self) -> tuple["GenerationOutput", ...]:
@@ -33,13 +36,26 @@ class GenerationOutput:
         return (self, *self.others)
 
 
-def generation_output(sequences: Many[Sequence]) -> GenerationOutput:
+def generation_output(sequences: Many[Sequence], model: ModelIdentity) -> GenerationOutput:
     """The record of the samples of one prompt, which have ended without an error."""
-    first, *others = sequences
-    return dataclasses.replace(_record(first), others=tuple(_record(other) for other in others))
+    first, *others = (_record(sequence, model) for sequence in sequences)
+    return dataclasses.replace(first, others=tuple(others))
 
 
-def _record(sequence: Sequence) -> GenerationOutput:
+def kept_state(sequence: Sequence, model: ModelIdentity) -> SequenceState | None:
+    """The state of `sequence`, which has ended; None if none was asked for, or nothing ran."""
+    if sequence.kept_rows is None:
+        return None
+    length = sequence.kept_rows[0].shape[1]
+    return SequenceState(
+        token_ids=(*sequence.prompt_ids.tolist(), *sequence.token_ids)[:length],
+        rows=sequence.kept_rows,
+        num_prompt_tokens=min(length, len(sequence.prompt_ids)),
+        model=model,
+    )
+
+
+def _record(sequence: Sequence, model: ModelIdentity) -> GenerationOutput:
     assert sequence.finish_reason is not None
     return GenerationOutput(
         text=sequence.text,
@@ -47,4 +63,5 @@ def _record(sequence: Sequence) -> GenerationOutput:
         finish_reason=sequence.finish_reason,
         prompt_token_ids=tuple(sequence.prompt_ids.tolist()),
         logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
+        state=kept_state(sequence, model),
     )

@@ -51,7 +51,7 @@ class KVCache:
         self._device: Device = device
         self._new_buffer = new_buffer
         self._free = free
-        self._bytes_per_token = cache_bytes_per_token(self.specs)
+        self.bytes_per_token = cache_bytes_per_token(self.specs)
 
     def claim(self) -> int:
         """Take the next free slot, empty, and return its index. Raises RuntimeError when all are taken."""
@@ -77,6 +77,21 @@ class KVCache:
         for buffer in self.buffers if length else ():
             buffer.copy_row(buffer, source, target, length)
         self.lengths[target] = length
+
+    def read_rows(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.generic], ...]:
+        """Copies on the host of tokens begin .. end-1 of active `slot`: of each buffer [kv_heads, tokens, width]."""
+        self._require_active(slot)
+        assert 0 <= begin <= end <= self.lengths[slot]
+        return tuple(buffer.read_tokens(slot, begin, end) for buffer in self.buffers)
+
+    def append_rows(self, slot: int, rows: Sequence[NDArray[np.generic]]) -> None:
+        """Put what `read_rows` gave behind the tokens of active `slot`, for which there must be room."""
+        self._require_active(slot)
+        begin, count = int(self.lengths[slot]), rows[0].shape[1]
+        assert begin + count <= self.capacity
+        for buffer, tokens in zip(self.buffers, rows, strict=True):
+            buffer.write_tokens(slot, begin, tokens)
+        self.lengths[slot] = begin + count
 
     def rewind(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of `slot`. Raises ValueError, changing nothing, if it has fewer."""
@@ -110,7 +125,7 @@ class KVCache:
 
     def bytes_for(self, slots: int, capacity: int) -> int:
         """Bytes of all buffers for `slots` slots of `capacity` tokens."""
-        return self._bytes_per_token * slots * capacity
+        return self.bytes_per_token * slots * capacity
 
     def _require_active(self, slot: int) -> None:
         if not 0 <= slot < self.num_active:
@@ -124,10 +139,10 @@ class KVCache:
         """
         written = extra = 0
         if self._device == "cpu":
-            written = self._bytes_per_token * int(self.lengths[: self.num_active].sum())
+            written = self.bytes_per_token * int(self.lengths[: self.num_active].sum())
             extra = self.bytes_for(self.num_slots, self.capacity) // len(self.specs)
         free = self._free()
-        room = max(0, free + written - extra) // self._bytes_per_token
+        room = max(0, free + written - extra) // self.bytes_per_token
         require_memory(
             self.bytes_for(slots, capacity) - written + extra,
             free,

@@ -9,7 +9,7 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 
 import logging
 import os
-from collections import abc, deque
+from collections import abc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
 
@@ -21,19 +21,18 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
 from graphport.runtime.engine import Engine
-from graphport.runtime.generation_output import GenerationOutput, generation_output
+from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
+from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import RunLimits
-from graphport.runtime.prompts import checked_prompt_ids
-from graphport.runtime.request import Request
+from graphport.runtime.prefix_cache import PrefixCacheStatistics, checked_prefix_budget
 from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
-from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
+from graphport.runtime.sequence import StreamEvent
+from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_state
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
-
-Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
 PACED_CHUNK = 64  # on the CPU, where a step of 512 tokens takes a second and more
@@ -52,6 +51,7 @@ def load(
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     paced_chunk: int | None = None,
+    prefix_cache_bytes: int = 0,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
 ) -> "LanguageModel":
@@ -61,9 +61,10 @@ def load(
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
     the workspace. paced_chunk: the same while rows generate, which bounds how long they wait for a new prompt; by
-    default 64 on the CPU and prefill_chunk on CUDA. cuda_graphs, on CUDA alone: decode steps are captured and replayed;
-    "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to run on,
-    by default one of the session's own that is ordered with the legacy default stream.
+    default 64 on the CPU and prefill_chunk on CUDA. prefix_cache_bytes: host memory for rows of earlier prompts, which
+    later ones that begin alike use again; none by default. cuda_graphs, on CUDA alone: decode steps are captured and
+    replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
+    run on, by default one of the session's own that is ordered with the legacy default stream.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
@@ -76,6 +77,7 @@ def load(
         threads=threads,
         prefill_chunk=prefill_chunk,
         paced_chunk=paced_chunk,
+        prefix_cache_bytes=prefix_cache_bytes,
         cuda_graphs=cuda_graphs,
         stream=stream,
     )
@@ -100,6 +102,7 @@ class LanguageModel:
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         paced_chunk: int | None = None,
+        prefix_cache_bytes: int = 0,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
     ) -> None:
@@ -111,6 +114,7 @@ class LanguageModel:
             max_length=self.max_length,
             prefill_chunk=checked_count("prefill_chunk", prefill_chunk),
         )
+        checked_prefix_budget(prefix_cache_bytes)
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:
@@ -139,8 +143,15 @@ class LanguageModel:
             max_length=self.max_length,
             prefill_chunk=limits.prefill_chunk,
             paced_chunk=_paced_chunk(paced_chunk, session.device),
+            prefix_cache_bytes=prefix_cache_bytes,
         )
-        self._max_batch = limits.max_batch
+        self._intake = Intake(
+            bundle.manifest,
+            self.tokenizer,
+            identity=ModelIdentity.of(bundle.manifest, chunk=engine.fixed_chunk),
+            max_length=self.max_length,
+            max_batch=limits.max_batch,
+        )
         self._turns = Turns(engine)
 
     def generate(
@@ -155,18 +166,9 @@ class LanguageModel:
         Raises TypeError and ValueError for requests, NonFiniteLogitsError when the model overflows; no request of the
         call goes on after an error.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
-            raise TypeError(
-                f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]"
-            )
-        each = _params_for_each(params, len(prompts))
-        checked = RequestOptions(**options)
-        requests = [
-            self._new_request(prompt, one, f"prompt {i}", checked)
-            for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
-        ]
+        requests = self._intake.generations(prompts, params, RequestOptions(**options))
         self._turns.run(requests)
-        return [generation_output(request.sequences) for request in requests]
+        return [generation_output(request.sequences, self._intake.identity) for request in requests]
 
     def stream(
         self,
@@ -181,7 +183,7 @@ class LanguageModel:
         or dropping it, cancels the request and frees its place in the batch.
         """
         checked = RequestOptions(**options)
-        return self._turns.results(self._new_request(prompt, params or SamplingParams(), "prompt", checked))
+        return self._turns.results(self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt"))
 
     def chat(
         self,
@@ -193,13 +195,13 @@ class LanguageModel:
 
         options: those of `stream`.
         """
-        return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params, **options)
+        return self.stream(self._intake.need_tokenizer("chat").apply_chat_template(messages), params, **options)
 
     def logits(self, prompts: abc.Sequence[abc.Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
         """Logits [len, vocab] of every position of each list of ids, through the cache path."""
         if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
             raise TypeError(f"logits takes a list of lists of ids, got {type(prompts).__name__}")
-        checked = [self._checked_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
+        checked = [self._intake.checked_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
         return [self._all_logits(ids) for ids in checked]
 
     def stream_logits(
@@ -210,11 +212,29 @@ class LanguageModel:
         A piece is at most 64 MiB or one row, and the next is computed when it is asked for (or by another thread's
         steps). Raises as `generate` does.
         """
-        checked = self._checked_ids(ids, "ids")
-        if not 0 <= first_row < len(checked):
-            raise ValueError(f"first_row must be 0 to {len(checked) - 1}, the last position; got {first_row}")
-        sequence = ScoringSequence(checked, vocab_size=self.vocab_size, first_row=first_row)
-        return self._turns.results(Request([sequence], sequence.pieces))
+        return self._turns.results(self._intake.scoring(ids, first_row=first_row, name="ids"))
+
+    def prefill(self, prompt: Prompt, *, state: SequenceState | None = None) -> SequenceState:
+        """Run a prompt, a str or a list of ids, and return the rows that it leaves in the cache.
+
+        Requests to which it is given as `state` skip what their prompts share with it. state: rows known already.
+        Raises as `generate` does.
+        """
+        checked = RequestOptions(state=state)
+        ids = self._intake.prompt_ids(prompt, "prompt")
+        request = self._intake.scoring(ids, first_row=None, name="prompt", state=checked.state, keeps_state=True)
+        self._turns.run([request])
+        kept = kept_state(request.sequences[0], self._intake.identity)
+        assert kept is not None
+        return kept
+
+    def restore(self, path: str | os.PathLike[str]) -> SequenceState:
+        """Read a state that `SequenceState.save` wrote.
+
+        Raises ValueError for a file that is torn, or of another kind, version or model; OSError if there is none.
+        """
+        specs = self._turns.need_engine().cache.specs
+        return read_state(path, model=self._intake.identity, specs=specs, vocab_size=self.vocab_size)
 
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
@@ -241,53 +261,16 @@ class LanguageModel:
         return self._engine is not None and self._engine.session.cuda_graphs
 
     @property
+    def prefix_cache(self) -> PrefixCacheStatistics | None:
+        """What the cache of earlier prompts holds and has found; None without one."""
+        prefixes = None if self._engine is None else self._engine.reuse.prefixes
+        return None if prefixes is None else prefixes.statistics
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that the KV cache takes now."""
         cache = None if self._engine is None else self._engine.cache
         return 0 if cache is None else cache.bytes_for(cache.num_slots, cache.capacity)
-
-    def _new_request(
-        self, prompt: Prompt, params: SamplingParams, name: str, options: RequestOptions
-    ) -> Request[StreamEvent]:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        if params.stop:
-            self._need_tokenizer("stop strings")
-        encoded = self._need_tokenizer("a str prompt").encode(prompt) if isinstance(prompt, str) else prompt
-        ids = self._checked_ids(encoded, name)
-        own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids
-        new = self.max_length if params.max_new_tokens is None else params.max_new_tokens
-        if params.n > self._max_batch:
-            raise ValueError(
-                f"{name} asks for n={params.n} samples, which need as many places in the batch; there are "
-                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times"
-            )
-        events: deque[StreamEvent] = deque()
-        sequences = [
-            Sequence(
-                ids,
-                params,
-                vocab_size=self.vocab_size,
-                max_total=min(self.max_length, len(ids) + new),
-                end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
-                text_stream=None if self.tokenizer is None else self.tokenizer.stream(),
-                num_text_ids=0 if self.tokenizer is None else self.tokenizer.vocab_size,
-                index=index,
-                events=events,
-                priority=options.priority,
-                deadline=options.deadline,
-            )
-            for index in range(params.n)
-        ]
-        return Request(sequences, events)
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
-        return self.tokenizer
-
-    def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
-        return checked_prompt_ids(ids, name, vocab_size=self.vocab_size, max_length=self.max_length)
 
     def _all_logits(self, ids: tuple[int, ...]) -> NDArray[np.float32]:
         logits = np.empty((len(ids), self.vocab_size), np.float32)
@@ -302,15 +285,3 @@ def _paced_chunk(wish: int | None, device: Device) -> int | None:
     if wish is not None:
         return checked_count("paced_chunk", wish)
     return PACED_CHUNK if device == "cpu" else None
-
-
-def _params_for_each(
-    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
-) -> abc.Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if isinstance(params, str) or not isinstance(params, abc.Sequence):
-        raise TypeError(f"params must be SamplingParams or a list of them, got {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
-    return params

@@ -9,12 +9,16 @@ import time
 from dataclasses import dataclass
 from typing import TypedDict
 
+from graphport.runtime.sequence_state import SequenceState
+
 
 class RequestArguments(TypedDict, total=False):
     """The keyword arguments of a request; see RequestOptions."""
 
     priority: int
     timeout: float | None
+    state: SequenceState | None
+    keep_state: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +27,22 @@ class RequestOptions:
 
     priority: requests of a lower number are taken up first (vLLM's rule), those of the same in the order in which they
     came. timeout: seconds from the call after which a request that has not ended does so, with reason "cancelled" and
-    what it has. Raises TypeError and ValueError by name.
+    what it has. state: rows that need not be computed again, as far as its ids and the prompt's are the same.
+    keep_state: whether the output has a state (in `generate`). Raises TypeError and ValueError by name.
     """
 
     priority: int = 0
     timeout: float | None = None
+    state: SequenceState | None = None
+    keep_state: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"priority must be a whole number, the lower the sooner; got {self.priority!r}")
+        if not isinstance(self.keep_state, bool):
+            raise TypeError(f"keep_state must be True or False; got {self.keep_state!r}")
+        if self.state is not None and not isinstance(self.state, SequenceState):
+            raise TypeError(f"state must be a SequenceState or None; got {type(self.state).__name__}")
         if self.timeout is None:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):

@@ -20,6 +20,7 @@ class PromptGroup:
     def __init__(self, sequences: Many[Sequence]) -> None:
         self.sequences = list(sequences)
         self.first = self.sequences[0]
+        self.has_begun = False
 
 
 class Scheduler:
@@ -72,6 +73,13 @@ class Scheduler:
         if not going_on:
             self._cache.release(slot)
         self.prefilling = None
+
+    def slot_of(self, sequence: Sequence) -> int | None:
+        """The slot that holds the rows of a sequence; None while it waits."""
+        if sequence in self.decoding:
+            return self.decoding.index(sequence)
+        is_in_prefill = self.prefilling is not None and sequence in self.prefilling.sequences
+        return self.prefill_slot if is_in_prefill else None
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its slot; later slots close the gap."""

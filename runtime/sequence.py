@@ -11,8 +11,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.prefix_cache import Rows
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
 from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.sequence_state import SequenceState
 from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.stop_strings import StopStrings
 from graphport.runtime.text_stream import TextStream
@@ -46,6 +48,8 @@ class Sequence:
     padded beyond the tokenizer. `first_row` is the first prompt position whose logits are asked for, None when only the
     last one's are. `index`: which of the samples of its prompt it is; `events` may be shared by all of them.
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
+    `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
+    have run.
     """
 
     first_row: int | None = None
@@ -64,6 +68,8 @@ class Sequence:
         events: deque[StreamEvent] | None = None,
         priority: int = 0,
         deadline: float | None = None,
+        state: SequenceState | None = None,
+        keeps_state: bool = False,
     ) -> None:
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
@@ -74,6 +80,9 @@ class Sequence:
         self.index = index
         self.priority = priority
         self.deadline = deadline
+        self.state = state
+        self.keeps_state = keeps_state
+        self.kept_rows: Rows | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._sampler = Sampler(params, prompt_ids, vocab_size=vocab_size, index=index)
@@ -151,8 +160,23 @@ class ScoringSequence(Sequence):
     They come as `pieces` [n, vocab] float32, which are the reader's own.
     """
 
-    def __init__(self, prompt_ids: tuple[int, ...], *, vocab_size: int, first_row: int = 0) -> None:
-        super().__init__(prompt_ids, SamplingParams(), vocab_size=vocab_size, max_total=len(prompt_ids) + 1)
+    def __init__(
+        self,
+        prompt_ids: tuple[int, ...],
+        *,
+        vocab_size: int,
+        first_row: int = 0,
+        state: SequenceState | None = None,
+        keeps_state: bool = False,
+    ) -> None:
+        super().__init__(
+            prompt_ids,
+            SamplingParams(),
+            vocab_size=vocab_size,
+            max_total=len(prompt_ids) + 1,
+            state=state,
+            keeps_state=keeps_state,
+        )
         self.first_row = first_row
         self.pieces: deque[NDArray[np.float32]] = deque()
         self._next_row = first_row
