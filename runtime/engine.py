@@ -18,6 +18,7 @@ from graphport.runtime.row_reuse import RowReuse
 from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
+from graphport.runtime.step_outputs import StepOutputs
 
 
 class Engine:
@@ -48,7 +49,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache)
         self.arrivals: deque[PromptGroup] = deque()
         self.cancellations: deque[Sequence] = deque()
-        self.num_steps = 0
+        self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.num_drafted = self.num_drafted_right = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
         self._paced_chunk = min(self._prefill_chunk, checked_count("paced_chunk", paced_chunk or prefill_chunk))
         self.fixed_chunk: int | None = None
@@ -155,13 +157,11 @@ class Engine:
         except Exception as error:  # as above
             self._fail(list(group.sequences), error)
             return
+        self.num_prompt_tokens += len(ids)
         if not is_last and rows is None:
             return
         for sequence in group.sequences:
-            try:
-                sequence.accept(outputs)
-            except Exception as error:  # as above: this sample's alone
-                sequence.fail(error)
+            self._accept(sequence, outputs)
         if is_last:
             self.reuse.keep(group.first, slot)
             for sequence in group.sequences:
@@ -173,7 +173,7 @@ class Engine:
 
     def _decode(self) -> None:
         rows = list(self.scheduler.decoding)
-        if not rows:
+        if not rows or (len(rows) == 1 and self._decode_with_draft(rows[0])):
             return
         for slot, sequence in enumerate(rows):
             self._last_ids[slot, 0] = sequence.token_ids[-1]
@@ -188,11 +188,41 @@ class Engine:
             self._fail(rows, error)
             return
         for slot, sequence in enumerate(rows):
-            try:
-                sequence.accept(outputs, slot)
-            except Exception as error:  # as above: this row's alone
-                sequence.fail(error)
+            self._accept(sequence, outputs, slot)
         self._remove_finished(rows)
+
+    def _decode_with_draft(self, sequence: Sequence) -> bool:
+        """Check what `sequence`, which decodes alone, drafts; whether it drafted anything.
+
+        Rows that decode together share one pass over the weights, which is worth more than drafts, and a long step of
+        one would hold up the others.
+        """
+        try:
+            draft = sequence.draft()
+            if not draft:
+                return False
+            before, count = int(self.cache.lengths[0]), len(sequence.token_ids)
+            ids = np.array([[sequence.token_ids[-1], *draft]], np.int64)
+            self.num_steps += 1
+            outputs = self.session.run(self.cache, ids, np.arange(len(draft) + 1))
+            self.cache.rewind(0, before + 1)
+            num_right = sequence.accept_draft(outputs, draft)
+            self.cache.advance(0, 1, num_right)
+            self.num_drafted += len(draft)
+            self.num_drafted_right += num_right
+            self.num_generated_tokens += len(sequence.token_ids) - count
+        except Exception as error:  # as above
+            sequence.fail(error)
+        self._remove_finished([sequence])
+        return True
+
+    def _accept(self, sequence: Sequence, outputs: StepOutputs, index: int = 0) -> None:
+        count = len(sequence.token_ids)
+        try:
+            sequence.accept(outputs, index)
+        except Exception as error:  # as above: this sequence's alone
+            sequence.fail(error)
+        self.num_generated_tokens += len(sequence.token_ids) - count
 
     def _fail(self, rows: list[Sequence], error: Exception) -> None:
         for sequence in rows:

@@ -4,6 +4,7 @@ In: prompts, SamplingParams, options. Out: `Request`s, or an error in one line b
 """
 
 from collections import abc, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,17 @@ from graphport.runtime.request_options import RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState
+from graphport.runtime.speculation import Speculation
 from graphport.runtime.tokenizer import Tokenizer
 
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 
 class Intake:
-    """Makes requests for one open model, which has `max_batch` places; `tokenizer` is None if the bundle has none."""
+    """Makes requests for one open model, which has `max_batch` places; `tokenizer` is None if the bundle has none.
+
+    `new_speculation` makes what drafts for a sequence.
+    """
 
     def __init__(
         self,
@@ -32,6 +37,7 @@ class Intake:
         identity: ModelIdentity,
         max_length: int,
         max_batch: int,
+        new_speculation: Callable[[], Speculation] | None = None,
     ) -> None:
         self.identity = identity
         self._manifest = manifest
@@ -39,6 +45,7 @@ class Intake:
         self._vocab_size = manifest.config.vocab_size
         self._max_length = max_length
         self._max_batch = max_batch
+        self._new_speculation = new_speculation
 
     def generations(
         self,
@@ -74,6 +81,7 @@ class Intake:
             )
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
+        drafts = self._new_speculation if options.speculate else None
         events: deque[StreamEvent] = deque()
         sequences = [
             Sequence(
@@ -90,6 +98,7 @@ class Intake:
                 deadline=options.deadline,
                 state=options.state,
                 keeps_state=options.keep_state,
+                speculation=None if drafts is None else drafts(),
             )
             for index in range(params.n)
         ]
@@ -132,6 +141,10 @@ class Intake:
         if self._tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
         return self._tokenizer
+
+    def close(self) -> None:
+        """Let go of the draft model."""
+        self._new_speculation = None
 
     def _check_state(self, state: SequenceState | None) -> None:
         if state is not None:

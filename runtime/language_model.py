@@ -20,12 +20,14 @@ from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
+from graphport.runtime.draft_sources import check_drafts, speculation_source
 from graphport.runtime.engine import Engine
+from graphport.runtime.engine_statistics import EngineStatistics, engine_statistics
 from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
 from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import RunLimits
-from graphport.runtime.prefix_cache import PrefixCacheStatistics, checked_prefix_budget
+from graphport.runtime.prefix_cache import checked_prefix_budget
 from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import StreamEvent
@@ -52,6 +54,8 @@ def load(
     prefill_chunk: int = PREFILL_CHUNK,
     paced_chunk: int | None = None,
     prefix_cache_bytes: int = 0,
+    prompt_lookup: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
 ) -> "LanguageModel":
@@ -62,10 +66,11 @@ def load(
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
     the workspace. paced_chunk: the same while rows generate, which bounds how long they wait for a new prompt; by
     default 64 on the CPU and prefill_chunk on CUDA. prefix_cache_bytes: host memory for rows of earlier prompts, which
-    later ones that begin alike use again; none by default. cuda_graphs, on CUDA alone: decode steps are captured and
-    replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
-    run on, by default one of the session's own that is ordered with the legacy default stream.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    later ones that begin alike use again; none by default. prompt_lookup, draft: where drafts of the next tokens come
+    from, the text so far or a smaller bundle with the same token ids; results are those without. cuda_graphs, on CUDA
+    alone: decode steps are captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture
+    the graph. stream: the cudaStream_t to run on, by default one of the session's own that is ordered with the legacy
+    default stream. Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
         open_bundle(bundle),
@@ -78,6 +83,8 @@ def load(
         prefill_chunk=prefill_chunk,
         paced_chunk=paced_chunk,
         prefix_cache_bytes=prefix_cache_bytes,
+        prompt_lookup=prompt_lookup,
+        draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
     )
@@ -103,6 +110,8 @@ class LanguageModel:
         prefill_chunk: int = PREFILL_CHUNK,
         paced_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
+        prompt_lookup: bool = False,
+        draft: str | os.PathLike[str] | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
     ) -> None:
@@ -115,6 +124,7 @@ class LanguageModel:
             prefill_chunk=checked_count("prefill_chunk", prefill_chunk),
         )
         checked_prefix_budget(prefix_cache_bytes)
+        check_drafts(draft, prompt_lookup=prompt_lookup)
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:
@@ -151,6 +161,9 @@ class LanguageModel:
             identity=ModelIdentity.of(bundle.manifest, chunk=engine.fixed_chunk),
             max_length=self.max_length,
             max_batch=limits.max_batch,
+            new_speculation=speculation_source(
+                session, self.tokenizer, draft=draft, prompt_lookup=prompt_lookup, max_length=self.max_length
+            ),
         )
         self._turns = Turns(engine)
 
@@ -239,6 +252,7 @@ class LanguageModel:
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
         self._turns.close()
+        self._intake.close()
 
     def __enter__(self) -> "LanguageModel":
         return self
@@ -261,10 +275,9 @@ class LanguageModel:
         return self._engine is not None and self._engine.session.cuda_graphs
 
     @property
-    def prefix_cache(self) -> PrefixCacheStatistics | None:
-        """What the cache of earlier prompts holds and has found; None without one."""
-        prefixes = None if self._engine is None else self._engine.reuse.prefixes
-        return None if prefixes is None else prefixes.statistics
+    def statistics(self) -> EngineStatistics:
+        """Requests, tokens, reuse since the bundle was opened. Raises RuntimeError once it is closed."""
+        return engine_statistics(self._turns.need_engine())
 
     @property
     def cache_bytes(self) -> int:

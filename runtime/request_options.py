@@ -19,6 +19,7 @@ class RequestArguments(TypedDict, total=False):
     timeout: float | None
     state: SequenceState | None
     keep_state: bool
+    speculate: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,19 +29,23 @@ class RequestOptions:
     priority: requests of a lower number are taken up first (vLLM's rule), those of the same in the order in which they
     came. timeout: seconds from the call after which a request that has not ended does so, with reason "cancelled" and
     what it has. state: rows that need not be computed again, as far as its ids and the prompt's are the same.
-    keep_state: whether the output has a state (in `generate`). Raises TypeError and ValueError by name.
+    keep_state: whether the output has a state (in `generate`). speculate: whether drafts are checked, if the model was
+    loaded with a source of drafts. Raises TypeError and ValueError by name.
     """
 
     priority: int = 0
     timeout: float | None = None
     state: SequenceState | None = None
     keep_state: bool = False
+    speculate: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"priority must be a whole number, the lower the sooner; got {self.priority!r}")
-        if not isinstance(self.keep_state, bool):
-            raise TypeError(f"keep_state must be True or False; got {self.keep_state!r}")
+        for name in ("keep_state", "speculate"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False; got {value!r}")
         if self.state is not None and not isinstance(self.state, SequenceState):
             raise TypeError(f"state must be a SequenceState or None; got {type(self.state).__name__}")
         if self.timeout is None:

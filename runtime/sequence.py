@@ -15,6 +15,7 @@ from graphport.runtime.prefix_cache import Rows
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence_state import SequenceState
+from graphport.runtime.speculation import Speculation
 from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.stop_strings import StopStrings
 from graphport.runtime.text_stream import TextStream
@@ -49,7 +50,7 @@ class Sequence:
     last one's are. `index`: which of the samples of its prompt it is; `events` may be shared by all of them.
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
-    have run.
+    have run. `speculation`: guesses how it goes on.
     """
 
     first_row: int | None = None
@@ -70,6 +71,7 @@ class Sequence:
         deadline: float | None = None,
         state: SequenceState | None = None,
         keeps_state: bool = False,
+        speculation: Speculation | None = None,
     ) -> None:
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
@@ -82,6 +84,7 @@ class Sequence:
         self.deadline = deadline
         self.state = state
         self.keeps_state = keeps_state
+        self.speculation = speculation
         self.kept_rows: Rows | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
@@ -98,6 +101,32 @@ class Sequence:
     def is_finished(self) -> bool:
         """Whether it has ended, for any reason or by an error."""
         return self.finish_reason is not None or self.error is not None
+
+    def draft(self) -> list[int]:
+        """Ids that may come next, to be checked with the next step; often none.
+
+        There is one less than may still come: a step that checks n ids gives one more.
+        """
+        if self.speculation is None:
+            return []
+        ids = [*self.prompt_ids.tolist(), *self.token_ids]
+        return self.speculation.propose(ids, self._max_total - len(ids) - 1)
+
+    def accept_draft(self, outputs: StepOutputs, draft: list[int]) -> int:
+        """`accept` from the rows of a step that ran the last id and `draft`, as long as they apply.
+
+        Returns how many ids of the draft were right. Raises as `accept` does.
+        """
+        assert self.speculation is not None
+        num_right = 0
+        for index in range(len(draft) + 1):
+            self.accept(outputs, index)
+            if self.is_finished or index == len(draft) or self.token_ids[-1] != draft[index]:
+                break
+            num_right += 1
+        num_ids = len(self.prompt_ids) + len(self.token_ids)
+        self.speculation.note(num_drafted=len(draft), num_right=num_right, num_ids=num_ids)
+        return num_right
 
     def accept(self, outputs: StepOutputs, index: int = 0) -> None:
         """Choose the next token from row `index` of a step and add its text. Raises NonFiniteLogitsError."""

@@ -107,7 +107,7 @@ class Session:
         self.cache_specs = cache_specs(bundle.manifest)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
         self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
-        self._other_tensors: StepTensors | None = None
+        self._other_tensors: dict[bool, StepTensors] = {}
         # Attributes go in the order in which they were set: the stream last, after the session that runs on it.
         self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
 
@@ -213,11 +213,16 @@ class Session:
         return tensors.outputs(batch if is_decode else len(rows))
 
     def _tensors(self, shape: StepShape, *, is_decode: bool, is_captured: bool) -> StepTensors:
-        """Those of a decode step are kept by batch, so that captured graphs find them where they were."""
+        """Those of a decode step are kept by batch, so that captured graphs find them where they were.
+
+        Of the others, chunks that give one row and steps that give many take turns: each kind has its own.
+        """
         if not is_decode:
-            if self._other_tensors is None or not self._other_tensors.room.covers(shape):
-                self._other_tensors = self._new_tensors(shape)
-            return self._other_tensors
+            gives_many = shape.num_rows > 1
+            others = self._other_tensors.get(gives_many)
+            if others is None or not others.room.covers(shape):
+                others = self._other_tensors[gives_many] = self._new_tensors(shape)
+            return others
         room = shape.batch if is_captured else padded_batch(shape.batch, sys.maxsize)
         known = self._decode_tensors.get((room, is_captured))
         if known is None:

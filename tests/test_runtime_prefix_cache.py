@@ -54,7 +54,7 @@ def test_b102_warm_equals_cold_over_fifty_pairs_of_prompts(cold: LanguageModel, 
         expected, got = cold.generate([second], params)[0], warm.generate([second], params)[0]
         assert got == expected
         assert np.abs(last_logits(warm, second) - last_logits(cold, second)).max() < TOLERANCE
-    found = warm.prefix_cache
+    found = warm.statistics.prefix_cache
     assert found is not None
     assert found.num_hits > 80
     assert found.num_reused_tokens > 0.3 * found.num_prompt_tokens
@@ -111,9 +111,9 @@ def test_a_second_turn_runs_only_what_is_new(warm: LanguageModel, cold: Language
     prompt = random_ids(40)
     (first,) = warm.generate([prompt], greedy(24))
     conversation = [*prompt, *first.token_ids, *random_ids(10, 3)]
-    before = warm.prefix_cache
+    before = warm.statistics.prefix_cache
     (second,) = warm.generate([conversation], greedy(6))
-    after = warm.prefix_cache
+    after = warm.statistics.prefix_cache
     assert before is not None
     assert after is not None
     assert after.num_reused_tokens - before.num_reused_tokens == 48  # of 63 that had run, the whole blocks of 16
@@ -125,8 +125,8 @@ def test_a_request_finds_what_one_that_still_runs_has_read(warm: LanguageModel) 
     stream = iter(warm.stream(prompt, greedy(30)))
     next(stream)
     warm.generate([[*prompt, 5]], greedy(1))
-    assert warm.prefix_cache is not None
-    assert warm.prefix_cache.num_reused_tokens == 32
+    assert warm.statistics.prefix_cache is not None
+    assert warm.statistics.prefix_cache.num_reused_tokens == 32
 
 
 def test_all_positions_whose_logits_are_asked_for_are_run(bundle: TinyBundle, cold: LanguageModel) -> None:
@@ -137,12 +137,12 @@ def test_all_positions_whose_logits_are_asked_for_are_run(bundle: TinyBundle, co
         assert np.abs(got - expected).max() < TOLERANCE
         pieces = np.concatenate(list(warm.stream_logits(ids, first_row=35)))
         assert np.abs(pieces - expected[35:]).max() < TOLERANCE
-        assert warm.prefix_cache is not None
-        assert warm.prefix_cache.num_reused_tokens == 32
+        assert warm.statistics.prefix_cache is not None
+        assert warm.statistics.prefix_cache.num_reused_tokens == 32
 
 
 def test_without_a_budget_nothing_is_kept(cold: LanguageModel) -> None:
-    assert cold.prefix_cache is None
+    assert cold.statistics.prefix_cache is None
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ def test_the_budget_is_kept_and_what_was_used_last_stays(bundle: TinyBundle) -> 
         lm.generate([prompts[3]], greedy(1))
         reused = []
         for prompt in (prompts[0], prompts[2], prompts[3], prompts[1]):
-            before = lm.prefix_cache
+            before = lm.statistics.prefix_cache
             lm.generate([prompt], greedy(1))
-            after = lm.prefix_cache
+            after = lm.statistics.prefix_cache
             assert before is not None
             assert after is not None
             reused.append(after.num_reused_tokens - before.num_reused_tokens)

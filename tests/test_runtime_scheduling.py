@@ -300,3 +300,22 @@ def test_when_the_cache_cannot_take_the_samples_all_of_them_fail_before_the_work
     assert all(isinstance(sequence.error, MemoryError) for sequence in group)
     assert engine.cache.num_active == 0
     assert engine.num_steps == 0
+
+
+def test_statistics_count_requests_and_tokens(bundle: TinyBundle) -> None:
+    with load(bundle.folder, threads=1, max_batch=2) as lm:
+        streams = [iter(lm.stream(random_ids(5, seed), greedy(20))) for seed in range(3)]
+        for stream in streams[:2]:
+            next(stream)
+        third = streams[2]
+        assert next(third).index == 0  # waits until one of the others, which nobody reads, has ended
+        for stream in streams:
+            list(stream)
+        lm.generate([[1, 2]], SamplingParams(max_new_tokens=4, n=2, seed=0))
+        found = lm.statistics
+        assert (found.num_waiting, found.num_active) == (0, 0)
+        assert (found.num_prompt_tokens, found.num_generated_tokens) == (17, 68)
+        assert (found.num_drafted, found.num_drafted_right, found.prefix_cache) == (0, 0, None)
+        assert found.cache_bytes == lm.cache_bytes > 0
+    with pytest.raises(RuntimeError, match="this LanguageModel is closed"):
+        _ = lm.statistics
