@@ -4,6 +4,7 @@ In: sequences. Out: tokens, handed to each sequence as they come. It validates n
 One thread at a time may run a step (see `turns.py`); others may `submit` and append to `cancellations`.
 """
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from graphport.runtime.row_reuse import RowReuse
 from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
-from graphport.runtime.step_outputs import StepOutputs
 
 
 class Engine:
@@ -161,7 +161,7 @@ class Engine:
         if not is_last and rows is None:
             return
         for sequence in group.sequences:
-            self._accept(sequence, outputs)
+            self._accept(sequence, functools.partial(sequence.accept_prompt, outputs, is_last=is_last))
         if is_last:
             self.reuse.keep(group.first, slot)
             for sequence in group.sequences:
@@ -188,7 +188,7 @@ class Engine:
             self._fail(rows, error)
             return
         for slot, sequence in enumerate(rows):
-            self._accept(sequence, outputs, slot)
+            self._accept(sequence, functools.partial(sequence.accept, outputs, slot))
         self._remove_finished(rows)
 
     def _decode_with_draft(self, sequence: Sequence) -> bool:
@@ -216,10 +216,10 @@ class Engine:
         self._remove_finished([sequence])
         return True
 
-    def _accept(self, sequence: Sequence, outputs: StepOutputs, index: int = 0) -> None:
+    def _accept(self, sequence: Sequence, accept: Callable[[], None]) -> None:
         count = len(sequence.token_ids)
         try:
-            sequence.accept(outputs, index)
+            accept()
         except Exception as error:  # as above: this sequence's alone
             sequence.fail(error)
         self.num_generated_tokens += len(sequence.token_ids) - count

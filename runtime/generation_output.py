@@ -18,8 +18,10 @@ class GenerationOutput:
 
     `token_ids` are the new ids, an end id included; `text` is their text without end ids, cut before a stop string, and
     empty when the bundle has no tokenizer. `logprobs` has one Sample a new id if SamplingParams.logprobs asked for it.
-    `others` are samples 1 to n-1 of the same prompt (SamplingParams.n). `state`: of all ids that have run, which the
-    last one has not, where it was asked for (`keep_state`) and anything ran.
+    `prompt_logprobs` has a Sample for each prompt id but the first, for which it has None, if
+    SamplingParams.prompt_logprobs asked for it; of several samples, the first output has it. `others` are samples 1 to
+    n-1 of the same prompt (SamplingParams.n). `state`: of all ids that have run, which the last one has not, where it
+    was asked for (`keep_state`) and anything ran.
     """
 
     text: str
@@ -27,6 +29,7 @@ class GenerationOutput:
     finish_reason: FinishReason
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[Sample, ...] | None = None
+    prompt_logprobs: tuple[Sample | None, ...] | None = None
     others: tuple["GenerationOutput", ...] = ()
     state: SequenceState | None = field(default=None, compare=False, repr=False)
 
@@ -63,5 +66,6 @@ def _record(sequence: Sequence, model: ModelIdentity) -> GenerationOutput:
         finish_reason=sequence.finish_reason,
         prompt_token_ids=tuple(sequence.prompt_ids.tolist()),
         logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
+        prompt_logprobs=None if sequence.first_row is None else (None, *sequence.prompt_samples),
         state=kept_state(sequence, model),
     )

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import Manifest
+from graphport.runtime.constraints import Grammars
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestOptions
@@ -46,6 +47,10 @@ class Intake:
         self._max_length = max_length
         self._max_batch = max_batch
         self._new_speculation = new_speculation
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            ends = manifest.generation.eos_token_ids
+            self._grammars = Grammars(tokenizer, vocab_size=manifest.config.vocab_size, end_ids=ends)
 
     def generations(
         self,
@@ -70,8 +75,13 @@ class Intake:
         """A request for the samples of one prompt, which errors call `name`. Raises TypeError and ValueError."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        if params.stop:
-            self.need_tokenizer("stop strings")
+        for what, is_asked in (
+            ("stop strings", params.stop),
+            ("bad_words", params.bad_words),
+            (params.constraint, params.constraint),
+        ):
+            if is_asked:
+                self.need_tokenizer(str(what))
         ids = self.prompt_ids(prompt, name)
         self._check_state(options.state)
         if params.n > self._max_batch:
@@ -81,6 +91,8 @@ class Intake:
             )
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
+        bad_ids = self._bad_ids(params.bad_words)
+        constraint = None if self._grammars is None else self._grammars.constraint(params)
         drafts = self._new_speculation if options.speculate else None
         events: deque[StreamEvent] = deque()
         sequences = [
@@ -99,6 +111,8 @@ class Intake:
                 state=options.state,
                 keeps_state=options.keep_state,
                 speculation=None if drafts is None else drafts(),
+                bad_ids=bad_ids,
+                constraint=None if constraint is None else constraint.copy(),
             )
             for index in range(params.n)
         ]
@@ -141,6 +155,22 @@ class Intake:
         if self._tokenizer is None:
             raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
         return self._tokenizer
+
+    def _bad_ids(self, words: abc.Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of each word as it stands at the beginning of a text, and as it stands after a space where that differs.
+
+        vLLM's rule: a word in the middle of another is left alone.
+        """
+        found = []
+        for word in words:
+            tokenizer = self.need_tokenizer("bad_words")
+            bare, spaced = (
+                tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            found.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return found
 
     def close(self) -> None:
         """Let go of the draft model."""

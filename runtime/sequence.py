@@ -5,14 +5,16 @@ and knows no slot (see `scheduler.py`).
 """
 
 from collections import deque
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.constraints import Constraint
 from graphport.runtime.prefix_cache import Rows
-from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler
+from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler, scored
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence_state import SequenceState
 from graphport.runtime.speculation import Speculation
@@ -50,7 +52,7 @@ class Sequence:
     last one's are. `index`: which of the samples of its prompt it is; `events` may be shared by all of them.
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
-    have run. `speculation`: guesses how it goes on.
+    have run. `speculation`: guesses how it goes on. `bad_ids`, `constraint`: see Sampler.
     """
 
     first_row: int | None = None
@@ -72,6 +74,8 @@ class Sequence:
         state: SequenceState | None = None,
         keeps_state: bool = False,
         speculation: Speculation | None = None,
+        bad_ids: Many[tuple[int, ...]] = (),
+        constraint: Constraint | None = None,
     ) -> None:
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
@@ -88,19 +92,36 @@ class Sequence:
         self.kept_rows: Rows | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        self._sampler = Sampler(params, prompt_ids, vocab_size=vocab_size, index=index)
+        self._sampler = Sampler(
+            params, prompt_ids, vocab_size=vocab_size, index=index, bad_ids=bad_ids, constraint=constraint
+        )
+        self.prompt_samples: list[Sample] = []
+        if params.prompt_logprobs is not None and index == 0:
+            self.first_row = 0
         self._text_stream = text_stream
         self._num_text_ids = num_text_ids
         self._stops = StopStrings(params.stop)
         self._end_ids = end_ids
         self._max_total = max_total
-        if self._is_full():
+        if self._is_full() and self.first_row is None:
             self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length", index=index))
 
     @property
     def is_finished(self) -> bool:
         """Whether it has ended, for any reason or by an error."""
         return self.finish_reason is not None or self.error is not None
+
+    def accept_prompt(self, outputs: StepOutputs, *, is_last: bool) -> None:
+        """Take what a chunk of the prompt gave: the positions that were asked for, and after the last the next token.
+
+        Raises NonFiniteLogitsError.
+        """
+        if self.first_row is not None:
+            self._score_prompt(outputs.logits())
+        if is_last and self._is_full():
+            self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length", index=self.index))
+        elif is_last:
+            self.accept(outputs, outputs.num_rows - 1)
 
     def draft(self) -> list[int]:
         """Ids that may come next, to be checked with the next step; often none.
@@ -157,6 +178,12 @@ class Sequence:
         """End it with an error, which its owner raises."""
         self.error = error
 
+    def _score_prompt(self, logits: NDArray[np.float32]) -> None:
+        """Score the prompt's next ids from logits [R, V] of the positions before them; after the last none is given."""
+        begin = len(self.prompt_samples) + 1
+        for row, token_id in zip(logits, self.prompt_ids[begin : begin + len(logits)].tolist(), strict=False):
+            self.prompt_samples.append(scored(row, token_id, self.params.prompt_logprobs or 0))
+
     def _next_text(self, token_id: int) -> tuple[str, FinishReason | None]:
         if token_id in self._end_ids:
             return self._last_text()[0], "stop"
@@ -164,10 +191,10 @@ class Sequence:
         text, is_stopped = self._stops.push(piece)
         if is_stopped:
             return text, "stop"
-        if not self._is_full():
+        if not self._is_full() and not self._sampler.is_complete:
             return text, None
         rest, is_stopped = self._last_text()
-        return text + rest, "stop" if is_stopped else "length"
+        return text + rest, "stop" if is_stopped or self._sampler.is_complete else "length"
 
     def _last_text(self) -> tuple[str, bool]:
         """What is held back when no further token comes, and whether it completes a stop string, which cuts it."""
@@ -210,7 +237,7 @@ class ScoringSequence(Sequence):
         self.pieces: deque[NDArray[np.float32]] = deque()
         self._next_row = first_row
 
-    def accept(self, outputs: StepOutputs, index: int = 0) -> None:  # noqa: ARG002 - a prompt has one row of positions
+    def accept_prompt(self, outputs: StepOutputs, *, is_last: bool) -> None:  # noqa: ARG002 - it counts positions
         """Keep the logits of all rows of a step, the next positions. Raises NonFiniteLogitsError."""
         logits = outputs.logits()
         if not np.isfinite(logits).all():
