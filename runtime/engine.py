@@ -8,6 +8,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +69,15 @@ class Engine:
         if unfinished:
             self.arrivals.append(PromptGroup(unfinished))
 
+    def require_possible(self, sequences: Many[Sequence]) -> None:
+        """Raise NotEnoughMemoryError if samples of one prompt could never have their rows. May be called at any time.
+
+        Rows are those of the tokens that the request asks for; where it sets no limit, of its prompt and one more.
+        """
+        first = sequences[0]
+        length = len(first.prompt_ids) + min(first.params.max_new_tokens or 1, self.cache.max_length)
+        self.cache.require_possible(len(sequences), min(length, self.cache.max_length))
+
     def step(self) -> None:
         """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
         self.drop_cancelled()
@@ -123,9 +133,9 @@ class Engine:
         """
         if group.has_begun:
             return True
-        slot, room = self.scheduler.prefill_slot, min(len(group.first.prompt_ids) + 1, self.cache.max_length)
+        slot = self.scheduler.prefill_slot
         try:
-            self.cache.reserve(slot + len(group.sequences), room)
+            self.cache.reserve(slot + len(group.sequences), self.scheduler.room_for(group))
             self.reuse.restore(group.first, slot)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             self._fail(list(group.sequences), error)

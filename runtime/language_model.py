@@ -176,10 +176,11 @@ class LanguageModel:
         """Continue every prompt, a str or a list of ids; outputs in the order of the prompts.
 
         params: one for all, or one a prompt. options: see `RequestOptions`. All prompts are checked before any runs.
-        Raises TypeError and ValueError for requests, NonFiniteLogitsError when the model overflows; no request of the
-        call goes on after an error.
+        Raises TypeError and ValueError for requests, NotEnoughMemoryError for one whose rows could never fit (one that
+        fits later waits), NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
         """
         requests = self._intake.generations(prompts, params, RequestOptions(**options))
+        self._turns.admit(requests)
         self._turns.run(requests)
         return [generation_output(request.sequences, self._intake.identity) for request in requests]
 
@@ -196,7 +197,9 @@ class LanguageModel:
         or dropping it, cancels the request and frees its place in the batch.
         """
         checked = RequestOptions(**options)
-        return self._turns.results(self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt"))
+        request = self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt")
+        self._turns.admit([request])
+        return self._turns.results(request)
 
     def chat(
         self,

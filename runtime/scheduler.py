@@ -52,11 +52,15 @@ class Scheduler:
         insort(self.waiting, group, key=lambda each: each.first.priority)
 
     def next_prefill(self) -> PromptGroup | None:
-        """The group whose prompt runs next: the one begun, else the first waiting if it has slots, or None."""
-        if self.prefilling is None and self.waiting and self._has_slots(self.waiting[0]):
+        """The group whose prompt runs next: the one begun, else the first waiting if it has a place, or None."""
+        if self.prefilling is None and self.waiting and self._has_place(self.waiting[0]):
             self.prefilling = self.waiting.pop(0)
             self._cache.claim()
         return self.prefilling
+
+    def room_for(self, group: PromptGroup) -> int:
+        """Tokens a row that a group needs to begin: its prompt's, and one after it."""
+        return min(len(group.first.prompt_ids) + 1, self._cache.max_length)
 
     def start_decoding(self) -> None:
         """The prompt in prefill is done: its samples that have not ended join the decoding rows, each in a slot.
@@ -101,8 +105,12 @@ class Scheduler:
         groups = [*self.waiting, *([] if self.prefilling is None else [self.prefilling])]
         return [*self.decoding, *(sequence for group in groups for sequence in group.sequences)]
 
-    def _has_slots(self, group: PromptGroup) -> bool:
-        return self.num_active + len(group.sequences) <= self._cache.max_slots
+    def _has_place(self, group: PromptGroup) -> bool:
+        """Whether there are slots for a group, and memory for its prompt; with nobody to wait for, trying will tell."""
+        num_slots = self.num_active + len(group.sequences)
+        if num_slots > self._cache.max_slots:
+            return False
+        return self.num_active == 0 or self._cache.has_room(num_slots, self.room_for(group))
 
     def _remove_row(self, slot: int) -> None:
         last = len(self.decoding) - 1

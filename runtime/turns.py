@@ -34,6 +34,11 @@ class Turns:
         finally:
             self._cancel(requests)
 
+    def admit(self, requests: Many[Request[Any]]) -> None:
+        """Raise NotEnoughMemoryError if one of the requests could never run, however long it waited."""
+        for request in requests:
+            self.need_engine().require_possible(request.sequences)
+
     def results(self, request: Request[Result]) -> Iterator[Result]:
         """Run `request` and give its results as they come. Closing the iterator, or dropping it, cancels it."""
         try:
