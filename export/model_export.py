@@ -200,7 +200,7 @@ def _plan(
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can decode, and notes."""
     config = opened.model.config
-    max_length, notes = _context(config, context)
+    max_length, notes = longest_context(config, context)
     check_can_decode(config, max_length)
     if cache is not None:
         _require_cache(config, target, cache)
@@ -259,7 +259,7 @@ def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat
             raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
 
 
-def _context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
+def longest_context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
     """The longest total length, and a note when a scaling that switches its frequencies limits it."""
     if context is not None:
         return context, ()
