@@ -9,14 +9,14 @@ guessed.
 from collections.abc import Sequence as Many
 from typing import Protocol
 
-# Drafts in one step. A step of 1 + n tokens takes 1.9 (n = 4), 2.7 (8) and 4.1 (16) times that of one token on a CPU
-# with two cores (SmolLM2-135M, its exact GGUF, 400 tokens cached), so drafts of 16 that are right gain most.
+# Drafts in one step. A step of 1 + n tokens takes 1.8 (n = 4), 2.6 (8) and 4.0 (16) times that of one token on a CPU
+# (SmolLM2-135M, its exact GGUF, 200 tokens cached, one thread), so drafts of 16 that are right gain most.
 FIRST_DRAFT, LONGEST_DRAFT = 4, 16
 # Over a quantised cache, where longer steps read their new rows before they are rounded (`export/float_prefill.py`).
 LONGEST_QUANTISED_DRAFT = 7
 LONGEST_PAUSE = 32  # tokens
 
-_NGRAM = 3  # ids that must have stood together before: two of them repeat too often by chance
+_NGRAM = 2  # ids that must have stood together before; with three, a copy begins later and gains less
 
 
 class Drafter(Protocol):
@@ -27,7 +27,7 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """Guesses that what followed the last three ids when they stood together before follows again.
+    """Guesses that what followed the last two ids when they stood together before follows again.
 
     Saxena 2023, "Prompt lookup decoding". A guess that reaches the end of the ids goes on in itself, as a loop does.
     """
