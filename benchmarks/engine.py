@@ -176,14 +176,14 @@ def json_schema(setting: Setting) -> list[Figure]:
 def longest_gap(setting: Setting) -> list[Figure]:
     """Longest time between two tokens of a row that runs while a long prompt comes in."""
     figures = []
-    for paced in (64, 512):
-        with setting.load(max_batch=2, paced_chunk=paced) as lm:
+    for chunk in (64, 512):
+        with setting.load(max_batch=2, prefill_chunk=chunk) as lm:
             length = min(LONG_PROMPT, lm.max_length - 2)
             long = np.random.default_rng(0).integers(lm.vocab_size, size=length).tolist()
             gaps = _gaps(lm, long)
         figures.append(
             Figure(
-                what=f"longest gap beside a prompt of {length} tokens, paced_chunk {paced}",
+                what=f"longest gap beside a prompt of {length} tokens, prefill_chunk {chunk}",
                 value=f"{max(gaps) * 1000:.0f} ms (median {statistics.median(gaps) * 1000:.0f})",
             )
         )

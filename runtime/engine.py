@@ -26,12 +26,12 @@ class Engine:
     """Runs sequences over one session and one cache. A step decodes once, then prefills at most one chunk of prompts.
 
     In this order a prompt's first token reaches its owner before the second is computed. A chunk has `prefill_chunk`
-    tokens, and `paced_chunk` while rows decode: no row waits for its next token for longer than one decode step and a
-    chunk of that many tokens take.
+    tokens at most: no row waits for its next token for longer than one decode step and one such chunk take. Chunks end
+    at multiples of `prefill_chunk`, whatever else runs, so that results do not depend on that.
 
     A failure of a sequence ends that sequence, with its error kept for its owner; the others go on. `clock` is what
-    deadlines are compared with, in seconds. `prefix_cache_bytes`: what rows of earlier prompts may take. `fixed_chunk`:
-    the size of all chunks, where results depend on it (over a quantised cache).
+    deadlines are compared with, in seconds. `prefix_cache_bytes`: what rows of earlier prompts may take.
+    `reused_chunk`: the size of the pieces of prompts that may be used again, None where any may.
     """
 
     def __init__(
@@ -41,7 +41,6 @@ class Engine:
         max_batch: int,
         max_length: int,
         prefill_chunk: int,
-        paced_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -53,12 +52,8 @@ class Engine:
         self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_drafted = self.num_drafted_right = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
-        self._paced_chunk = min(self._prefill_chunk, checked_count("paced_chunk", paced_chunk or prefill_chunk))
-        self.fixed_chunk: int | None = None
-        if session.has_quantised_cache:
-            # rows of one chunk see each other before they are rounded: where chunks begin decides results there
-            self.fixed_chunk = self._prefill_chunk = self._paced_chunk
-        self.reuse = RowReuse(self.cache, budget=prefix_cache_bytes, chunk=self.fixed_chunk)
+        self.reused_chunk = self._prefill_chunk if session.depends_on_cuts else None
+        self.reuse = RowReuse(self.cache, budget=prefix_cache_bytes, chunk=self.reused_chunk)
         self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
         self._clock = clock
@@ -112,18 +107,15 @@ class Engine:
 
     def _prefill(self) -> None:
         used = 0
-        while (group := self.scheduler.next_prefill()) is not None:
+        while used < self._prefill_chunk and (group := self.scheduler.next_prefill()) is not None:
             if not self._begin(group):
                 continue
-            size = self._paced_chunk if self.scheduler.decoding else self._prefill_chunk
-            ids, rows = self._next_chunk(group.first, size)
-            if used + len(ids) > size:
+            ids, rows = self._next_chunk(group.first)
+            if used + len(ids) > self._prefill_chunk:
                 return
             self._run_chunk(group, ids, rows)
             # logits of many positions take it all: their owner can read them before the next step makes more
-            used += len(ids) if rows is None else size
-            if used >= size:
-                return
+            used += len(ids) if rows is None else self._prefill_chunk
 
     def _begin(self, group: PromptGroup) -> bool:
         """Make room in the cache and fill in the rows that are known already; whether that succeeded.
@@ -143,14 +135,13 @@ class Engine:
         group.has_begun = True
         return True
 
-    def _next_chunk(self, sequence: Sequence, size: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Ids [S] of the part of a prompt that runs next, at most `size`, and which of them [R] are asked for logits.
+    def _next_chunk(self, sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+        """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.
 
         None asks for the last one at most.
         """
         begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
-        if self.fixed_chunk is not None:
-            size = self.fixed_chunk - begin % self.fixed_chunk
+        size = self._prefill_chunk - begin % self._prefill_chunk
         if first is None:
             return sequence.prompt_ids[begin : begin + size], None
         before = max(first - begin, 0)

@@ -36,8 +36,9 @@ from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
 
-PREFILL_CHUNK = 512
-PACED_CHUNK = 64  # on the CPU, where a step of 512 tokens takes a second and more
+# Prompt tokens a step by target. On the CPU more take long and gain nothing: 743 tokens a second in chunks of 64, 702
+# in chunks of 512 (SmolLM2-135M, its exact GGUF, one thread, 1,024 tokens).
+PREFILL_CHUNKS = {"cpu": 64, "cuda": 512}
 
 _log = logging.getLogger(__name__)
 
@@ -51,8 +52,7 @@ def load(
     max_batch: int = 8,
     max_length: int | None = None,
     threads: int | None = None,
-    prefill_chunk: int = PREFILL_CHUNK,
-    paced_chunk: int | None = None,
+    prefill_chunk: int | None = None,
     prefix_cache_bytes: int = 0,
     prompt_lookup: bool = False,
     draft: str | os.PathLike[str] | None = None,
@@ -64,13 +64,13 @@ def load(
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
-    the workspace. paced_chunk: the same while rows generate, which bounds how long they wait for a new prompt; by
-    default 64 on the CPU and prefill_chunk on CUDA. prefix_cache_bytes: host memory for rows of earlier prompts, which
-    later ones that begin alike use again; none by default. prompt_lookup, draft: where drafts of the next tokens come
-    from, the text so far or a smaller bundle with the same token ids; results are those without. cuda_graphs, on CUDA
-    alone: decode steps are captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture
-    the graph. stream: the cudaStream_t to run on, by default one of the session's own that is ordered with the legacy
-    default stream. Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    the workspace and of how long running rows wait for a new prompt; by default 64 for a bundle for the CPU, 512 for
+    CUDA. prefix_cache_bytes: host memory for rows of earlier prompts, which later ones that begin alike use again; none
+    by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
+    with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
+    replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
+    run on, by default one of the session's own that is ordered with the legacy default stream. Raises ManifestError,
+    DeviceError, NotEnoughMemoryError, ValueError.
     """
     return LanguageModel(
         open_bundle(bundle),
@@ -81,7 +81,6 @@ def load(
         max_length=max_length,
         threads=threads,
         prefill_chunk=prefill_chunk,
-        paced_chunk=paced_chunk,
         prefix_cache_bytes=prefix_cache_bytes,
         prompt_lookup=prompt_lookup,
         draft=draft,
@@ -107,8 +106,7 @@ class LanguageModel:
         max_batch: int = 8,
         max_length: int | None = None,
         threads: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
-        paced_chunk: int | None = None,
+        prefill_chunk: int | None = None,
         prefix_cache_bytes: int = 0,
         prompt_lookup: bool = False,
         draft: str | os.PathLike[str] | None = None,
@@ -118,10 +116,11 @@ class LanguageModel:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
+        chunk = PREFILL_CHUNKS[bundle.manifest.target] if prefill_chunk is None else prefill_chunk
         limits = RunLimits(
             max_batch=checked_count("max_batch", max_batch),
             max_length=self.max_length,
-            prefill_chunk=checked_count("prefill_chunk", prefill_chunk),
+            prefill_chunk=checked_count("prefill_chunk", chunk),
         )
         checked_prefix_budget(prefix_cache_bytes)
         check_drafts(draft, prompt_lookup=prompt_lookup)
@@ -152,13 +151,12 @@ class LanguageModel:
             max_batch=limits.max_batch,
             max_length=self.max_length,
             prefill_chunk=limits.prefill_chunk,
-            paced_chunk=_paced_chunk(paced_chunk, session.device),
             prefix_cache_bytes=prefix_cache_bytes,
         )
         self._intake = Intake(
             bundle.manifest,
             self.tokenizer,
-            identity=ModelIdentity.of(bundle.manifest, chunk=engine.fixed_chunk),
+            identity=ModelIdentity.of(bundle.manifest, chunk=engine.reused_chunk),
             max_length=self.max_length,
             max_batch=limits.max_batch,
             new_speculation=speculation_source(
@@ -295,9 +293,3 @@ class LanguageModel:
             begin, end = end, end + len(piece)
             logits[begin:end] = piece
         return logits
-
-
-def _paced_chunk(wish: int | None, device: Device) -> int | None:
-    if wish is not None:
-        return checked_count("paced_chunk", wish)
-    return PACED_CHUNK if device == "cpu" else None

@@ -21,8 +21,8 @@ BLOCK_TOKENS = 16
 class RowReuse:
     """Rows of one cache, kept within `budget` bytes (0: none) and in the states that callers hold.
 
-    `chunk`: over a quantised cache, the size of all chunks of a prompt. Rows there depend on the chunk in which they
-    were computed, so only whole chunks of prompts are used again; then results are those of a prompt that runs alone.
+    `chunk`: the size of a prompt's chunks where results depend on them (`Session.depends_on_cuts`). There only whole
+    chunks of prompts are used again: they are what a prompt that runs alone computes, to the last bit.
     """
 
     def __init__(self, cache: KVCache, *, budget: int, chunk: int | None) -> None:

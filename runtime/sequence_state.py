@@ -29,7 +29,7 @@ _HEADER, _TOKEN_IDS = "header", "token_ids"
 class ModelIdentity:
     """What rows depend on: the graph and its weights (SHA-256 of each), precisions, this package's version.
 
-    `chunk`: over a quantised cache, the size of a prompt's chunks; 0 over a float cache, where it does not matter.
+    `chunk`: the size of a prompt's chunks where results depend on it, else 0.
     """
 
     graph: str

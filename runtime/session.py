@@ -26,6 +26,7 @@ from graphport.runtime.decode_graphs import padded_batch
 from graphport.runtime.device import Device, DeviceError, DeviceRequest, DeviceWish, default_threads
 from graphport.runtime.device_memory import CudaMemory, DeviceMemory, HostMemory
 from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
+from graphport.runtime.kernel_limits import has_int8_activations
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory import cache_specs
@@ -105,6 +106,7 @@ class Session:
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
         check_config(bundle.manifest)
         self.cache_specs = cache_specs(bundle.manifest)
+        self._rounds_activations = self.device == "cpu" and has_int8_activations(bundle.header)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
         self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
         self._other_tensors: dict[bool, StepTensors] = {}
@@ -118,8 +120,17 @@ class Session:
 
     @property
     def has_quantised_cache(self) -> bool:
-        """Whether rows are rounded when they are cached, so that results depend on where chunks of a prompt begin."""
+        """Whether rows are rounded when they are cached."""
         return self.manifest.cache_dtype in QUANTISED_CACHES
+
+    @property
+    def depends_on_cuts(self) -> bool:
+        """Whether results depend, beyond last bits, on the pieces in which a prompt is run.
+
+        Rows of one piece see each other before a quantised cache rounds them; and where activations are rounded to 8
+        bits, a difference in the last bit of one turns into another rounding of it.
+        """
+        return self.has_quantised_cache or self._rounds_activations
 
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""

@@ -148,7 +148,7 @@ def test_ragged_rows_that_come_and_go_equal_each_prompt_alone(long: Quantised) -
 
 
 def test_b102_reused_chunks_are_the_very_rows_of_a_prompt_that_runs_alone(long: Quantised) -> None:
-    options = {"max_batch": 2, "prefill_chunk": 32, "paced_chunk": 16, "threads": 1}
+    options = {"max_batch": 2, "prefill_chunk": 16, "threads": 1}
     prompts = [token_ids(length, seed=7).tolist() for length in (70, 100, 100)]
     prompts[2][60] = (prompts[2][60] + 1) % VOCAB
     with load(long.folder, **options) as cold, load(long.folder, **options, prefix_cache_bytes=1 << 20) as warm:

@@ -32,7 +32,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
 
 @pytest.fixture
 def model(bundle: TinyBundle) -> LanguageModel:
-    return load(bundle.folder, threads=1, max_batch=4, paced_chunk=512)
+    return load(bundle.folder, threads=1, max_batch=4, prefill_chunk=512)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_a_row_that_grows_beside_samples_in_prefill_keeps_their_slots(
     memory = Memory(model, 10**9)
     engine = model._engine
     assert engine is not None
-    engine._paced_chunk = 4  # the prompt stays in prefill while the row beside it grows
+    engine._prefill_chunk = 4  # the prompt stays in prefill while the row beside it grows
     row = Sequence(tuple(random_ids(60)), greedy(), vocab_size=VOCAB, max_total=100)
     group = [
         Sequence(tuple(random_ids(50, 1)), greedy(), vocab_size=VOCAB, max_total=60, index=index) for index in range(2)

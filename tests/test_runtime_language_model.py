@@ -278,7 +278,7 @@ assert not hasattr(graphport.runtime, "no_such_name")
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("name", ["max_batch", "max_length", "threads", "prefill_chunk", "paced_chunk"])
+@pytest.mark.parametrize("name", ["max_batch", "max_length", "threads", "prefill_chunk"])
 @pytest.mark.parametrize("value", [1.5, True, "8"])
 def test_load_refuses_numbers_of_another_kind(name: str, value: object, bundle: TinyBundle) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a whole number, .*; got {value!r}"):

@@ -215,17 +215,17 @@ def test_a_prompt_beyond_the_budget_keeps_its_beginning() -> None:
     assert cache.statistics.num_evicted == 3
 
 
-def test_over_a_quantised_cache_only_whole_chunks_of_prompts_are_used_again(bundle: TinyBundle) -> None:
+def test_where_results_depend_on_cuts_only_whole_chunks_of_prompts_are_used_again(bundle: TinyBundle) -> None:
     session = Session(open_bundle(bundle.folder), device="cpu", threads=1)
 
-    class Quantised:
-        has_quantised_cache = True
+    class Rounding:
+        depends_on_cuts = True
 
         def __getattr__(self, name: str) -> Any:
             return getattr(session, name)
 
     engine = Engine(
-        Quantised(),  # type: ignore[arg-type]
+        Rounding(),  # type: ignore[arg-type]
         max_batch=2,
         max_length=128,
         prefill_chunk=24,
