@@ -119,7 +119,7 @@ def prompt_lookup(setting: Setting) -> list[Figure]:
             ids = [_chat(lm, prompt) for prompt in prompts]
             params = dataclasses.replace(_greedy(2 * setting.new_tokens), ignore_eos=False)
             before = lm.statistics
-            same = all(lm.generate([each], params) == lm.generate([each], params, speculate=False) for each in ids)
+            leads = [_lead_of_difference(lm, each, params) for each in ids]
             after = lm.statistics
             drafted, right = after.num_drafted - before.num_drafted, after.num_drafted_right - before.num_drafted_right
             first, plain, drafting = setting.times(
@@ -127,12 +127,24 @@ def prompt_lookup(setting: Setting) -> list[Figure]:
                 lambda ids=ids, params=params: [lm.generate([each], params, speculate=False) for each in ids],  # type: ignore[misc]
                 lambda ids=ids, params=params: [lm.generate([each], params) for each in ids],  # type: ignore[misc]
             )
-            ids_same = "same ids" if same else "ids differ (near-ties)"
+            widest = max(leads)
+            ids_same = f"first differences at leads up to {widest:.2f} logits" if widest else "same ids"
             value = (
                 f"{(plain - first) / (drafting - first):.2f}x, {right} of {drafted} drafted tokens right, {ids_same}"
             )
             figures.append(Figure(what=f"prompt lookup, {what}", value=value, goal=goal))
     return figures
+
+
+def _lead_of_difference(lm: LanguageModel, ids: list[int], params: SamplingParams) -> float:
+    """Lead in logits of the best token over the next where answers with and without drafts first differ; 0: nowhere."""
+    (plain,) = lm.generate([ids], dataclasses.replace(params, logprobs=2), speculate=False)
+    (drafting,) = lm.generate([ids], params)
+    for one, other, sample in zip(plain.token_ids, drafting.token_ids, plain.logprobs or (), strict=False):
+        if one != other:
+            (_, best), (_, second) = sample.top_logprobs
+            return best - second
+    return 0.0
 
 
 def cached_prefix(setting: Setting) -> list[Figure]:

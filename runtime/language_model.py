@@ -26,7 +26,7 @@ from graphport.runtime.engine_statistics import EngineStatistics, engine_statist
 from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
 from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
 from graphport.runtime.prefix_cache import checked_prefix_budget
 from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
@@ -35,10 +35,6 @@ from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
-
-# Prompt tokens a step by target. On the CPU more take long and gain nothing: 743 tokens a second in chunks of 64, 702
-# in chunks of 512 (SmolLM2-135M, its exact GGUF, one thread, 1,024 tokens).
-PREFILL_CHUNKS = {"cpu": 64, "cuda": 512}
 
 _log = logging.getLogger(__name__)
 

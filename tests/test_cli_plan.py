@@ -55,11 +55,13 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return status, capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [(), ("--prefill-chunk", "32")])
 def test_the_plan_of_a_bundle_is_the_one_that_load_makes(
-    bundle: TinyBundle, capsys: pytest.CaptureFixture[str]
+    bundle: TinyBundle, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
 ) -> None:
-    found = plan(capsys, str(bundle.folder), "--context", "100", "--batch", "3", "--prefill-chunk", "32")
-    with load(bundle.folder, max_length=100, max_batch=3, prefill_chunk=32, threads=1) as lm:
+    found = plan(capsys, str(bundle.folder), "--context", "100", "--batch", "3", *options)
+    chunk = {"prefill_chunk": int(options[1])} if options else {}
+    with load(bundle.folder, max_length=100, max_batch=3, threads=1, **chunk) as lm:
         expected = lm.memory_plan
     assert found["bytes"] == {name: getattr(expected, name) for name in found["bytes"]}
     assert found["total"] == expected.total == sum(found["bytes"].values()) - expected.timing

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fake_cuda import on_fake_device
 from parity import TOLERANCES
 from tiny_bundles import VOCAB, TinyBundle, write_tiny_bundle
 from tiny_requests import greedy, random_ids, seeded
@@ -249,6 +250,29 @@ def test_where_results_depend_on_cuts_only_whole_chunks_of_prompts_are_used_agai
     first = request(ids, 30)
     assert run(first) == 0
     assert run(request([*ids, *first.token_ids, 5], 2)) == 48  # not the 12 that follow, nor what was generated
+
+
+def test_rows_on_a_device_go_to_the_host_and_come_back(
+    bundle: TinyBundle, cold: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(open_bundle(bundle.folder), device="cpu", threads=1)
+    fake = on_fake_device(session, monkeypatch)
+    engine = Engine(session, max_batch=2, max_length=128, prefill_chunk=64, prefix_cache_bytes=BUDGET)
+    prompts = [[*random_ids(50), *random_ids(5, seed)] for seed in range(3)]
+    for prompt in prompts:
+        sequence = Sequence(tuple(prompt), greedy(), vocab_size=VOCAB, max_total=len(prompt) + 8, keeps_state=True)
+        engine.submit(sequence)
+        while engine.all_sequences():
+            engine.step()
+        (expected,) = cold.generate([prompt], greedy(8), keep_state=True)
+        assert sequence.token_ids == list(expected.token_ids)
+        assert expected.state is not None
+        assert sequence.kept_rows is not None
+        for rows, wanted in zip(sequence.kept_rows, expected.state.rows, strict=True):
+            assert np.abs(rows - wanted).max() < TOLERANCE
+    assert engine.reuse.prefixes is not None
+    assert engine.reuse.prefixes.statistics.num_reused_tokens == 2 * 48
+    assert fake.blocks
 
 
 def test_rows_are_copied_in_blocks_that_join_to_the_slot(bundle: TinyBundle) -> None:

@@ -31,7 +31,7 @@ class _Wish:
     kv_cache: str | None
     context: int | None
     batch: int
-    prefill_chunk: int
+    prefill_chunk: int | None
 
 
 def plan(
@@ -39,7 +39,9 @@ def plan(
     *,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row (default: the model's).")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 8,
-    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a step.")] = 512,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens a step (default: 64 on cpu, 512 on cuda).")
+    ] = None,
     target: Annotated[Target | None, typer.Option(help="Of a SOURCE: where it will run (default: cpu).")] = None,
     precision: Annotated[Precision | None, typer.Option(help="Of a SOURCE: weights (default: as `export`).")] = None,
     kv_cache: Annotated[CacheType | None, typer.Option(help="Of a SOURCE: element type of the KV cache.")] = None,
@@ -69,12 +71,13 @@ def _bundle_report(path: Path, wish: _Wish) -> "PlanReport":
     if given:
         raise typer.BadParameter(f"{', '.join(given)} is for a SOURCE; {path} is a bundle and has its own")
     from graphport.runtime.bundle_files import open_bundle
-    from graphport.runtime.memory_plan import RunLimits
+    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
     from graphport.runtime.plan_report import report_bundle
 
     bundle = open_bundle(path)
     length = wish.context or bundle.manifest.max_length
-    return report_bundle(bundle, RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=wish.prefill_chunk))
+    chunk = wish.prefill_chunk or PREFILL_CHUNKS[bundle.manifest.target]
+    return report_bundle(bundle, RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk))
 
 
 def _source_report(source: str, wish: _Wish) -> "PlanReport":
@@ -82,7 +85,7 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
         from graphport.export.planned_source import planned_source
     except ModuleNotFoundError as error:
         raise missing_dependency("plan", error) from error
-    from graphport.runtime.memory_plan import RunLimits
+    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
     from graphport.runtime.plan_report import report_config
 
     planned = planned_source(
@@ -94,7 +97,11 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
     )
     return report_config(
         planned.config,
-        RunLimits(max_batch=wish.batch, max_length=planned.context, prefill_chunk=wish.prefill_chunk),
+        RunLimits(
+            max_batch=wish.batch,
+            max_length=planned.context,
+            prefill_chunk=wish.prefill_chunk or PREFILL_CHUNKS[planned.target],
+        ),
         device="cuda" if planned.target == "cuda" else "cpu",
         float_type=planned.float_type,
         cache_dtype=planned.cache_dtype,
