@@ -21,7 +21,7 @@ import engine_prompts
 import numpy as np
 from machine import commit, describe_machine
 
-from graphport.runtime import LanguageModel, SamplingParams, load
+from graphport.runtime import LanguageModel, SamplingParams, load_language_model
 
 PREFIX_TOKENS, QUESTION_TOKENS = 1000, 16
 LONG_PROMPT = 4000
@@ -50,7 +50,7 @@ class Setting:
 
     def load(self, **options: int | bool) -> LanguageModel:
         """The bundle, open."""
-        return load(self.bundle, threads=self.threads, **options)  # type: ignore[arg-type]  # names and types of load
+        return load_language_model(self.bundle, threads=self.threads, **options)  # type: ignore[arg-type]  # names and types of load
 
     def times(self, *calls: Callable[[], object]) -> list[float]:
         """Median seconds of each call; they take turns, after one round that does not count."""

@@ -5,19 +5,15 @@ steps and computes none of them.
 """
 
 import dataclasses
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import onnx_ir as ir
-import onnxruntime
-import torch
-from numpy.typing import NDArray
 
-import graphport
-from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
+from graphport.export.bare_graph import write_bare_graph
+from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
+from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import (
     CALIBRATION_TEXT,
     NUM_CALIBRATION_IDS,
@@ -25,19 +21,12 @@ from graphport.export.calibrate import (
     activation_peaks,
     activation_ranges,
 )
-from graphport.export.certify import (
-    calibrate_cache,
-    certify_bundle,
-    certify_cache,
-    certify_stages,
-    eager_logits,
-    parity_ids,
-    text_ids,
-)
+from graphport.export.certify import calibrate_cache, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.kernel_advice import kernel_advice
+from graphport.export.model_kinds import kind_of
 from graphport.export.parity import Check, require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.precision_choice import (
@@ -53,19 +42,8 @@ from graphport.export.targets import CPU, CacheFormat, Precision, Target, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
-from graphport.model_def.signature import (
-    CERTIFICATE_FILE,
-    CHAT_TEMPLATE_FILE,
-    FUSIONS_FILE,
-    MANIFEST_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    Manifest,
-    decoder_signature,
-)
-from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
+from graphport.model_def.transformer import Transformer
 
-CERTIFICATE_FORMAT = 1
 FLOAT16_MAX = 65504.0
 
 _LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
@@ -99,7 +77,7 @@ def export(
     """
     out = Path(out)
     found_target = find_target(target)
-    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION)
+    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION, has_cache=False)
     cache = found_target.cache_format(kv_cache, found_precision)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
@@ -107,8 +85,12 @@ def export(
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
+    kind = kind_of(opened.model.config)
     if precision is None:
-        found_precision = found_target.precision(default_precision(opened, found_target))
+        precision = default_precision(opened, found_target)
+    found_precision = found_target.precision(precision, has_cache=kind.has_cache)
+    if kv_cache != "auto" and not kind.has_cache:
+        raise TargetError(f"KV cache type {kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
     plan, notes = _plan(
         opened, found_target, found_precision, cache, context=context, seed=seed, accuracy_level=accuracy_level
     )
@@ -119,15 +101,14 @@ def export(
         progress("looking for activations beyond float16")
         _require_float16_range(opened, max_length=plan.max_length, seed=seed)
     progress("exporting to ONNX")
-    decoder = CachedDecoder(opened.model, max_length=plan.max_length)
-    exported = torch_to_onnx(decoder, decoder_signature(plan.config))
+    exported = torch_to_onnx(kind.module(opened.model, plan.max_length), kind.traced(plan.config))
     with bundle_folder(out, force=force) as folder:
         checks: tuple[Check, ...] = ()
-        ids = parity_ids(plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed)
+        evidence = kind.evidence(
+            plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed, model=opened.model
+        )
         if verify:
-            progress("running eager PyTorch")
-            reference = eager_logits(opened.model, ids)
-            checks = certify_stages(exported, plan, ids, reference, folder=folder, observe=progress)
+            checks = evidence.certify_stages(exported, plan, folder=folder, observe=progress)
             require_passed(checks)
         if cache is not None:
             progress("calibrating the KV cache")
@@ -138,9 +119,11 @@ def export(
         compiled = exported.clone()
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
-        write_graph(compiled, folder)
+        _write_graphs(compiled, plan, folder)
         if verify:
-            checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
+            shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
+            require_passed(shipped)
+            checks += shipped
             notes += _note_unchecked(plan)
         progress("writing the bundle")
         advice = kernel_advice(compiled, plan)
@@ -151,7 +134,7 @@ def export(
             matrices=matrix_account(plan.matrices),
             accuracy_level=plan.kernel_accuracy,
         )
-        manifest = _write_files(folder, opened, plan, account, checks, verified=verify)
+        manifest = write_records(folder, opened, plan, account, checks if verify else None)
     return Bundle(
         path=out,
         manifest=manifest,
@@ -161,25 +144,11 @@ def export(
     )
 
 
-def _check_compiled(
-    exported: ir.Model,
-    plan: CompilePlan,
-    ids: list[int],
-    reference: NDArray[np.float32],
-    *,
-    folder: Path,
-    progress: Callable[[str], None],
-) -> tuple[Check, ...]:
-    """Checks of what ships: the graph in `folder` where the CPU runs it, and its KV cache. Raises ParityError."""
-    checks: tuple[Check, ...] = ()
+def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
+    """Write the graph that ships, and the one that a CPU packs for itself where they differ."""
+    write_graph(compiled, folder)
     if plan.target is CPU:
-        progress("parity of the bundle")
-        checks += certify_bundle(folder, plan, ids, reference)
-    if plan.cache is not None:
-        progress("parity of the KV cache")
-        checks += certify_cache(exported, plan, ids, folder=folder)
-    require_passed(checks)
-    return checks
+        write_bare_graph(folder)
 
 
 def _note_unchecked(plan: CompilePlan) -> tuple[str, ...]:
@@ -198,10 +167,10 @@ def _plan(
     seed: int,
     accuracy_level: int | None,
 ) -> tuple[CompilePlan, tuple[str, ...]]:
-    """What to compile, checked against what the model can decode, and notes."""
+    """What to compile, checked against what the model can do, and notes."""
     config = opened.model.config
-    max_length, notes = longest_context(config, context)
-    check_can_decode(config, max_length)
+    max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
+    kind_of(config).check(config, max_length)
     if cache is not None:
         _require_cache(config, target, cache)
     check_accuracy_level(accuracy_level, target, precision)
@@ -259,64 +228,17 @@ def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat
             raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
 
 
-def longest_context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
-    """The longest total length, and a note when a scaling that switches its frequencies limits it."""
+def longest_context(
+    config: TransformerConfig, context: int | None, *, text_limit: int | None = None
+) -> tuple[int, tuple[str, ...]]:
+    """The longest total length, and a note when what the source states or a rotary scaling limits it."""
     if context is not None:
         return context, ()
+    if text_limit is not None and text_limit < config.max_positions:
+        return text_limit, (f"texts limited to {text_limit} tokens, as the source states; --context allows more",)
     rotaries = [block.attention.rotary for block in config.blocks]
     switches = [s for rotary in rotaries if rotary is not None and (s := length_switch(rotary)) is not None]
     if not switches or min(switches) >= config.max_positions:
         return config.max_positions, ()
     limit = min(switches)
     return limit, (f"context limited to {limit} tokens, where the rotary scaling changes its frequencies",)
-
-
-def _write_files(
-    folder: Path,
-    opened: SourceModel,
-    plan: CompilePlan,
-    account: dict[str, Any],
-    checks: tuple[Check, ...],
-    *,
-    verified: bool,
-) -> Manifest:
-    for name, text in ((TOKENIZER_FILE, opened.tokenizer_json), (CHAT_TEMPLATE_FILE, opened.chat_template)):
-        if text is not None:
-            (folder / name).write_text(text, encoding="utf-8")
-    if opened.special_tokens:
-        write_json(folder / TOKENIZER_CONFIG_FILE, dict(opened.special_tokens))
-    write_json(folder / FUSIONS_FILE, account)
-    if verified:
-        write_json(folder / CERTIFICATE_FILE, _certificate(opened, plan, checks))
-    manifest = Manifest(
-        graphport_version=graphport.__version__,
-        kind="decoder",
-        target=plan.target.name,
-        precision=plan.precision.name,
-        max_length=plan.max_length,
-        config=plan.config,
-        signature=decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device),
-        generation=opened.generation,
-        source=opened.source,
-        files=record_files(folder),
-    )
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest
-
-
-def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ...]) -> dict[str, Any]:
-    return {
-        "format": CERTIFICATE_FORMAT,
-        "reference": {"source": opened.source, "torch": torch.__version__, "dtype": "float32"},
-        "candidate": {
-            "target": plan.target.name,
-            "precision": plan.precision.name,
-            "accuracy_level": plan.kernel_accuracy,
-            "checked_precision": plan.precision.name if plan.target is CPU else "fp32",
-            "checked_provider": CPU.provider,
-            "onnxruntime": onnxruntime.__version__,
-            "onnx_ir": ir.__version__,
-            "machine": platform.machine(),
-        },
-        "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in checks],
-    }

@@ -36,16 +36,18 @@ from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
 
+DECODER_BATCH = 8
+
 _log = logging.getLogger(__name__)
 
 
-def load(
+def load_language_model(
     bundle: str | os.PathLike[str],
     *,
     device: DeviceWish = "auto",
     device_id: int = 0,
     provider_options: abc.Mapping[str, OptionValue] | None = None,
-    max_batch: int = 8,
+    max_batch: int = DECODER_BATCH,
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int | None = None,
@@ -54,8 +56,9 @@ def load(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    prepared: bool = True,
 ) -> "LanguageModel":
-    """Open a bundle.
+    """Open a decoder's bundle.
 
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
@@ -65,8 +68,9 @@ def load(
     by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
     with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
-    run on, by default one of the session's own that is ordered with the legacy default stream. Raises ManifestError,
-    DeviceError, NotEnoughMemoryError, ValueError.
+    run on, by default one of the session's own that is ordered with the legacy default stream.
+    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
+    Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     return LanguageModel(
         open_bundle(bundle),
@@ -82,6 +86,7 @@ def load(
         draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
+        prepared=prepared,
     )
 
 
@@ -99,7 +104,7 @@ class LanguageModel:
         device: DeviceWish = "auto",
         device_id: int = 0,
         provider_options: abc.Mapping[str, OptionValue] | None = None,
-        max_batch: int = 8,
+        max_batch: int = DECODER_BATCH,
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int | None = None,
@@ -108,7 +113,12 @@ class LanguageModel:
         draft: str | os.PathLike[str] | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
+        if bundle.manifest.kind != "decoder":
+            raise ValueError(
+                f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
+            )
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
@@ -133,11 +143,13 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
         self.threads = session.threads
+        self.is_prepared = session.is_prepared
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options
@@ -152,7 +164,7 @@ class LanguageModel:
         self._intake = Intake(
             bundle.manifest,
             self.tokenizer,
-            identity=ModelIdentity.of(bundle.manifest, chunk=engine.reused_chunk),
+            identity=ModelIdentity.of(bundle.manifest, is_prepared=session.is_prepared, chunk=engine.reused_chunk),
             max_length=self.max_length,
             max_batch=limits.max_batch,
             new_speculation=speculation_source(

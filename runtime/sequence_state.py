@@ -29,6 +29,8 @@ _HEADER, _TOKEN_IDS = "header", "token_ids"
 class ModelIdentity:
     """What rows depend on: the graph and its weights (SHA-256 of each), precisions, this package's version.
 
+    `is_prepared`: whether the graph is the one packed for this processor, whose products round in other places.
+
     `chunk`: the size of a prompt's chunks where results depend on it, else 0.
     """
 
@@ -37,18 +39,20 @@ class ModelIdentity:
     precision: str
     cache_dtype: str
     graphport_version: str
+    is_prepared: bool
     chunk: int
 
     @classmethod
-    def of(cls, manifest: Manifest, *, chunk: int | None) -> "ModelIdentity":
+    def of(cls, manifest: Manifest, *, is_prepared: bool, chunk: int | None) -> "ModelIdentity":
         """The identity of a bundle opened with chunks of that size."""
         sums = {name: record.sha256 for name, record in manifest.files.items()}
         return cls(
             graph=sums[GRAPH_FILE],
             weights=sums.get(WEIGHTS_FILE, ""),
             precision=manifest.precision,
-            cache_dtype=manifest.cache_dtype,
+            cache_dtype=str(manifest.cache_dtype),
             graphport_version=graphport.__version__,
+            is_prepared=is_prepared,
             chunk=chunk or 0,
         )
 

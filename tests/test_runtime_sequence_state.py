@@ -244,7 +244,9 @@ from graphport.runtime.sequence_state import ModelIdentity, SequenceState
 path, limit = sys.argv[1], int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-identity = ModelIdentity(graph="", weights="", precision="", cache_dtype="", graphport_version="", chunk=0)
+identity = ModelIdentity(
+    graph="", weights="", precision="", cache_dtype="", graphport_version="", is_prepared=False, chunk=0
+)
 count = 0
 while True:
     count += 1
