@@ -186,7 +186,7 @@ def _plan(
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can do, and notes."""
     config = opened.model.config
-    max_length, notes = _context(config, context, text_limit=opened.text_limit)
+    max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
     if precision.chooses_bits and not kind_of(config).has_cache:
         raise TargetError(
@@ -249,7 +249,7 @@ def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat
             raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
 
 
-def _context(
+def longest_context(
     config: TransformerConfig, context: int | None, *, text_limit: int | None = None
 ) -> tuple[int, tuple[str, ...]]:
     """The longest total length, and a note when what the source states or a rotary scaling limits it."""

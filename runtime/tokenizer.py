@@ -92,6 +92,10 @@ class Tokenizer:
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return tuple(token_id for token_id, _ in takewhile(lambda pair: pair[1], marked))
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json` of this tokenizer, without truncation or padding."""
+        return self._tokenizer.to_str()
+
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id, added and special ones included."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)

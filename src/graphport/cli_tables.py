@@ -199,6 +199,27 @@ def _console() -> Console:
     return Console(stderr=True)
 
 
+def print_plan(row: Mapping[str, Any]) -> None:
+    """Memory by part against what is free, on stdout: it is the result."""
+    about = "about " if row["is_estimate"] else ""
+    table = Table("memory", f"{row['device']}: {row['batch']} rows of {row['context']} tokens")
+    table.columns[1].justify = "right"
+    for name, num_bytes in row["bytes"].items():
+        if num_bytes:
+            table.add_row(f"cache ({row['kv_cache']})" if name == "cache" else name, _size(num_bytes))
+    table.add_section()
+    table.add_row("total", about + _size(row["total"]))
+    if row["free"] is None:
+        table.add_row("free", f"no {row['device']} device here")
+    else:
+        table.add_row("free", _size(row["free"]))
+        table.add_row("fits", "yes" if row["fits"] else "no")
+    if row["fits"] is False:
+        table.add_row(f"tokens that fit with {row['batch']} rows", str(row["longest_context_that_fits"]))
+        table.add_row(f"rows that fit with {row['context']} tokens", str(row["largest_batch_that_fits"]))
+    Console().print(table)
+
+
 def _size(num_bytes: int) -> str:
     if num_bytes < 1_000_000:
         return f"{num_bytes / 1e3:.1f} kB"
