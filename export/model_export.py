@@ -5,19 +5,25 @@ steps and computes none of them.
 """
 
 import dataclasses
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
-import torch
 from numpy.typing import NDArray
 
 import graphport
-from graphport.export.bundle import Bundle, bundle_folder, check_destination, record_files, write_graph, write_json
+from graphport.export.bundle import (
+    Bundle,
+    bundle_folder,
+    check_destination,
+    record_file,
+    record_files,
+    write_graph,
+    write_json,
+)
+from graphport.export.bundle_certificate import bundle_certificate
 from graphport.export.calibrate import (
     CALIBRATION_TEXT,
     NUM_CALIBRATION_IDS,
@@ -36,9 +42,9 @@ from graphport.export.certify import (
 )
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
-from graphport.export.graph_pass import CompilePlan, name_site
+from graphport.export.graph_pass import CompilePlan, PassReport, name_site
 from graphport.export.kernel_advice import kernel_advice
-from graphport.export.parity import Check, require_passed
+from graphport.export.parity import require_passed
 from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.precision_choice import (
     FLOAT_SOURCE_PRECISION,
@@ -51,6 +57,7 @@ from graphport.export.precision_choice import (
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.certificate import Certificate, Check, certified_files
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
 from graphport.model_def.signature import (
@@ -65,7 +72,6 @@ from graphport.model_def.signature import (
 )
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
 
-CERTIFICATE_FORMAT = 1
 FLOAT16_MAX = 65504.0
 
 _LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
@@ -143,21 +149,38 @@ def export(
             checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
-        advice = kernel_advice(compiled, plan)
-        account = fusion_account(
-            reports,
-            num_nodes=len(compiled.graph),
-            advice=advice,
-            matrices=matrix_account(plan.matrices),
-            accuracy_level=plan.kernel_accuracy,
-        )
-        manifest = _write_files(folder, opened, plan, account, checks, verified=verify)
+        account = _account(reports, compiled, plan)
+        manifest = _write_files(folder, opened, plan, account)
+        if verify:
+            certificate = bundle_certificate(
+                opened,
+                plan,
+                reference,
+                ids,
+                folder=folder,
+                files=certified_files(manifest),
+                stages=checks,
+                seed=seed,
+                observe=progress,
+            )
+            checks = certificate.checks
+            manifest = _add_certificate(folder, manifest, certificate)
     return Bundle(
         path=out,
         manifest=manifest,
         fusions=count_fusions(reports),
         certificate=checks,
-        notes=(*opened.notes, *notes, *advice),
+        notes=(*opened.notes, *notes, *account["advice"]),
+    )
+
+
+def _account(reports: tuple[PassReport, ...], compiled: ir.Model, plan: CompilePlan) -> dict[str, Any]:
+    return fusion_account(
+        reports,
+        num_nodes=len(compiled.graph),
+        advice=kernel_advice(compiled, plan),
+        matrices=matrix_account(plan.matrices),
+        accuracy_level=plan.kernel_accuracy,
     )
 
 
@@ -271,23 +294,13 @@ def _context(config: TransformerConfig, context: int | None) -> tuple[int, tuple
     return limit, (f"context limited to {limit} tokens, where the rotary scaling changes its frequencies",)
 
 
-def _write_files(
-    folder: Path,
-    opened: SourceModel,
-    plan: CompilePlan,
-    account: dict[str, Any],
-    checks: tuple[Check, ...],
-    *,
-    verified: bool,
-) -> Manifest:
+def _write_files(folder: Path, opened: SourceModel, plan: CompilePlan, account: dict[str, Any]) -> Manifest:
     for name, text in ((TOKENIZER_FILE, opened.tokenizer_json), (CHAT_TEMPLATE_FILE, opened.chat_template)):
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
     if opened.special_tokens:
         write_json(folder / TOKENIZER_CONFIG_FILE, dict(opened.special_tokens))
     write_json(folder / FUSIONS_FILE, account)
-    if verified:
-        write_json(folder / CERTIFICATE_FILE, _certificate(opened, plan, checks))
     manifest = Manifest(
         graphport_version=graphport.__version__,
         kind="decoder",
@@ -304,19 +317,11 @@ def _write_files(
     return manifest
 
 
-def _certificate(opened: SourceModel, plan: CompilePlan, checks: tuple[Check, ...]) -> dict[str, Any]:
-    return {
-        "format": CERTIFICATE_FORMAT,
-        "reference": {"source": opened.source, "torch": torch.__version__, "dtype": "float32"},
-        "candidate": {
-            "target": plan.target.name,
-            "precision": plan.precision.name,
-            "accuracy_level": plan.kernel_accuracy,
-            "checked_precision": plan.precision.name if plan.target is CPU else "fp32",
-            "checked_provider": CPU.provider,
-            "onnxruntime": onnxruntime.__version__,
-            "onnx_ir": ir.__version__,
-            "machine": platform.machine(),
-        },
-        "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in checks],
-    }
+def _add_certificate(folder: Path, manifest: Manifest, certificate: Certificate) -> Manifest:
+    require_passed(certificate.checks)
+    path = folder / CERTIFICATE_FILE
+    path.write_text(certificate.to_json(), encoding="utf-8")
+    files = dict(sorted({**manifest.files, path.name: record_file(path)}.items()))
+    manifest = dataclasses.replace(manifest, files=files)
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest

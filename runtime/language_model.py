@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
@@ -52,6 +53,7 @@ def load(
     prefill_chunk: int = PREFILL_CHUNK,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    strict: bool = False,
 ) -> "LanguageModel":
     """Open a bundle.
 
@@ -61,10 +63,13 @@ def load(
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    strict: refuse changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified.
+    Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, ValueError.
     """
-    return LanguageModel(
-        open_bundle(bundle),
+    files = open_bundle(bundle)
+    certificate = require_certified(files) if strict else None
+    lm = LanguageModel(
+        files,
         device=device,
         device_id=device_id,
         provider_options=provider_options,
@@ -75,6 +80,9 @@ def load(
         cuda_graphs=cuda_graphs,
         stream=stream,
     )
+    if certificate is not None:
+        require_same_surroundings(certificate, files.folder, lm.device)
+    return lm
 
 
 class LanguageModel:

@@ -1,4 +1,4 @@
-"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, `cli_eval.py`.
+"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, ... .
 
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
 arguments, 130 interrupted, 143 told to end. It computes nothing itself.
@@ -23,9 +23,10 @@ import typer
 
 import graphport
 from graphport.cli_eval import evaluate
-from graphport.cli_export import export, report, verify
+from graphport.cli_export import export, report
 from graphport.cli_options import Invocation
 from graphport.cli_run import bench, chat, generate
+from graphport.cli_verify import verify
 
 app = typer.Typer(
     add_completion=False,

@@ -1,4 +1,4 @@
-"""The commands that make a bundle and show what it is: `export`, `verify`, `report`.
+"""The commands that make a bundle and show what it is: `export`, `report`.
 
 In: arguments. Out: results on stdout, tables and progress on stderr. What exports is imported when a command runs, so
 that it can say which optional dependency is missing; `report` needs none.
@@ -79,32 +79,6 @@ def export(
         cli_tables.print_line(
             f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
         )
-
-
-def verify(
-    bundle: BundlePath,
-    *,
-    against: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Also compare with eager PyTorch on SOURCE.")
-    ] = None,
-    as_json: Json = False,
-    _debug: Debug = False,
-) -> None:
-    """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    try:
-        from graphport.export.verify import verify as run_verify
-    except ModuleNotFoundError as error:
-        raise missing_dependency("verify", error) from error
-    with cli_tables.progress_lines() as progress:
-        rows = [cli_tables.check_row(check) for check in run_verify(bundle, against=against, progress=progress)]
-    passed = bool(rows) and all(row.passed for row in rows)
-    if as_json:
-        print(json.dumps({"passed": passed, "checks": [row.to_dict() for row in rows]}))
-    else:
-        cli_tables.print_checks(rows)
-        print("passed" if passed else "failed")
-    if not passed:
-        raise typer.Exit(1)
 
 
 def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) -> None:

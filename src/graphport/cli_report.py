@@ -69,7 +69,7 @@ def read_report(folder: Path) -> Report:
         counts = {str(rule): int(count) for rule, count in account["counts"].items()}
         advice = tuple(map(str, account.get("advice", ())))
         matrices = tuple(MatrixRow(**row) for row in account.get("matrices", ()))
-        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
+        checks = None if certificate is None else tuple(map(_check_row, certificate["checks"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
@@ -83,6 +83,11 @@ def read_report(folder: Path) -> Report:
         accuracy_level=account.get("accuracy_level"),
         checks=checks,
     )
+
+
+def _check_row(check: dict[str, Any]) -> CheckRow:
+    names = ("name", "measured", "tolerance", "passed", "detail")
+    return CheckRow(**{name: check[name] for name in names}, inputs=check.get("inputs", ""))
 
 
 def print_report(report: Report) -> None:

@@ -4,6 +4,7 @@ In: manifests, fusion counts, certificate checks. Out: text on stderr. It export
 torch-free. What a bundle says about itself is read in `cli_report.py`.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,22 +34,25 @@ class Check(Protocol):
     @property
     def detail(self) -> str: ...  # noqa: D102
     @property
+    def inputs(self) -> str: ...  # noqa: D102
+    @property
     def passed(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One comparison: the figure measured, what it may be at most, the verdict, and more figures in words."""
+    """One comparison: the figure measured, what it may be at most, the verdict; more figures, and inputs, in words."""
 
     name: str
     measured: float
     tolerance: float
     passed: bool
     detail: str
+    inputs: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(self)
+        """Plain JSON data; a figure that is not finite is null."""
+        return {**asdict(self), "measured": self.measured if math.isfinite(self.measured) else None}
 
 
 def check_row(check: Check) -> CheckRow:
@@ -59,6 +63,7 @@ def check_row(check: Check) -> CheckRow:
         tolerance=float(check.tolerance),
         passed=bool(check.passed),
         detail=check.detail,
+        inputs=check.inputs,
     )
 
 

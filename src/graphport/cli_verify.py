@@ -1,0 +1,68 @@
+"""The command that runs a bundle's evidence again: `verify`.
+
+In: arguments. Out: checks as a table on stderr or as JSON on stdout, a verdict on stdout. The runtime is imported when
+the command runs; torch only with `--against`.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from graphport import cli_tables
+from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphport.model_def.certificate import Certificate, Check
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def verify(
+    bundle: BundlePath,
+    *,
+    against: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Compare with eager PyTorch on SOURCE again.")
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="If all checks hold, make them the bundle's certificate.")
+    ] = False,
+    device: Annotated[Device, typer.Option(help="Where to run the bundle.")] = "auto",
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
+    from graphport.runtime.verification import verify as run
+    from graphport.runtime.verification import write_certificate
+
+    with cli_tables.progress_lines() as progress:
+        fresh, references = (None, ()) if against is None else _fresh_certificate(bundle, against, progress)
+        result = run(
+            bundle, certificate=fresh, references=references, device=device, keep_rows=write, progress=progress
+        )
+    rows = [cli_tables.check_row(check) for check in result.checks]
+    is_written = write and result.passed
+    if is_written:
+        write_certificate(bundle, result)
+    if as_json:
+        facts = {"passed": result.passed, "written": is_written, "notes": result.notes}
+        print(json.dumps({**facts, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
+    else:
+        cli_tables.print_checks(rows)
+        cli_tables.print_notes(result.notes)
+        print("passed" if result.passed else "failed")
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def _fresh_certificate(
+    bundle: Path, against: str, progress: "Callable[[str], None]"
+) -> "tuple[Certificate, tuple[Check, ...]]":
+    try:
+        from graphport.export.verify import fresh_certificate
+    except ModuleNotFoundError as error:
+        raise missing_dependency("verify --against", error) from error
+    return fresh_certificate(bundle, against, progress=progress)
