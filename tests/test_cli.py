@@ -26,7 +26,7 @@ CONTRACT = {
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
     "--seed --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
-    "verify": "BUNDLE --against --debug --device --json --write",
+    "verify": "BUNDLE --against --debug --device --invariance --json --write",
     "report": "BUNDLE --debug --json",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",

@@ -30,11 +30,16 @@ def verify(
     write: Annotated[
         bool, typer.Option("--write", help="If all checks hold, make them the bundle's certificate.")
     ] = False,
+    invariance: Annotated[
+        bool, typer.Option("--invariance", help="Also check that answers do not depend on what surrounds a request.")
+    ] = False,
     device: Annotated[Device, typer.Option(help="Where to run the bundle.")] = "auto",
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
+    from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.invariance import check_invariance
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
@@ -43,18 +48,22 @@ def verify(
         result = run(
             bundle, certificate=fresh, references=references, device=device, keep_rows=write, progress=progress
         )
-    rows = [cli_tables.check_row(check) for check in result.checks]
-    is_written = write and result.passed
+        checks = result.checks
+        if invariance and result.certificate is not None:
+            checks += check_invariance(open_bundle(bundle), result.certificate.ids, device=device, observe=progress)
+    rows = [cli_tables.check_row(check) for check in checks]
+    passed = result.passed and all(row.passed for row in rows)
+    is_written = write and passed
     if is_written:
         write_certificate(bundle, result)
     if as_json:
-        facts = {"passed": result.passed, "written": is_written, "notes": result.notes}
+        facts = {"passed": passed, "written": is_written, "notes": result.notes}
         print(json.dumps({**facts, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
     else:
         cli_tables.print_checks(rows)
         cli_tables.print_notes(result.notes)
-        print("passed" if result.passed else "failed")
-    if not result.passed:
+        print("passed" if passed else "failed")
+    if not passed:
         raise typer.Exit(1)
 
 
