@@ -89,10 +89,9 @@ def grow_empty(patch: pytest.MonkeyPatch) -> None:
     resize = KVCache._resize
 
     def broken(self: KVCache, slots: int, capacity: int) -> None:
-        lengths = self.lengths.copy()
-        self.lengths[:] = 0  # so that nothing is copied
         resize(self, slots, capacity)
-        self.lengths[:] = lengths
+        for buffer in self.buffers:
+            buffer.array[:] = 0  # type: ignore[attr-defined]
 
     patch.setattr(KVCache, "_resize", broken)
 
