@@ -80,9 +80,12 @@ def forget_claim(patch: pytest.MonkeyPatch) -> None:
 
 
 def copy_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        KVCache, "copy_slot", lambda self, source, target: self.lengths.__setitem__(target, self.lengths[source])
-    )
+    def copy_slot(self: KVCache, source: int, target: int) -> None:
+        self.lengths[target] = self.lengths[source]
+        for buffer in self.buffers:
+            buffer.array[target] = 0  # type: ignore[attr-defined]
+
+    patch.setattr(KVCache, "copy_slot", copy_slot)
 
 
 def grow_empty(patch: pytest.MonkeyPatch) -> None:
