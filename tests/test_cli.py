@@ -27,13 +27,14 @@ CONTRACT = {
     "--seed --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --device --invariance --json --write",
+    "diff": "A B --debug --json --steps --tokens --tolerance",
     "report": "BUNDLE --debug --json",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
 }
 
 
-LATER = {"diff", "embed", "plan", "serve", "tune"}
+LATER = {"embed", "plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:

@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 
 import graphport
+from graphport.cli_diff import diff
 from graphport.cli_eval import evaluate
 from graphport.cli_export import export, report
 from graphport.cli_options import Invocation
@@ -38,6 +39,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "generate": generate,
     "chat": chat,
     "verify": verify,
+    "diff": diff,
     "report": report,
     "eval": evaluate,
     "bench": bench,

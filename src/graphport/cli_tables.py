@@ -117,6 +117,27 @@ def print_speeds(rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
+class SiteError(Protocol):
+    """The error of one site of a model in one step."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102 - stands for itself
+    @property
+    def site(self) -> str: ...  # noqa: D102
+    @property
+    def relative(self) -> float: ...  # noqa: D102
+    @property
+    def max_abs(self) -> float: ...  # noqa: D102
+
+
+def print_growth(errors: Sequence[SiteError]) -> None:
+    """One row a site, in the order of computation."""
+    table = Table("step", "site", "relative error", "largest difference")
+    for error in errors:
+        table.add_row(str(error.step), escape(error.site), f"{error.relative:.3g}", f"{error.max_abs:.3g}")
+    _console().print(table)
+
+
 def print_evaluation(result: "Evaluation", *, name: str, against: str | None) -> None:
     """The figures of a text, those of the comparison if there is one, and the worst positions, on stdout."""
     figures = Table("", Column(escape(name), overflow="fold"))
