@@ -36,7 +36,7 @@ class CompilePlan:
     `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
     `cache` None keeps the KV cache in the activations' type; else `cache_scales` has its scales, one pair a layer.
     `matrices`: what a GGUF file's matrices are held as, by weight name, for the precision that keeps them.
-    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own.
+    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own. `disabled`: rules whose passes do not run.
     """
 
     config: TransformerConfig
@@ -48,6 +48,7 @@ class CompilePlan:
     cache_scales: tuple[CacheScales, ...] = ()
     matrices: Mapping[str, KeptMatrix] = field(default_factory=dict)
     accuracy_level: int | None = None
+    disabled: tuple[str, ...] = ()
 
     @property
     def cache_dtype(self) -> DType:

@@ -5,7 +5,7 @@ steps and computes none of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport, name_site
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.parity import require_passed
-from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
+from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.precision_choice import (
     FLOAT_SOURCE_PRECISION,
     check_accuracy_level,
@@ -54,6 +54,7 @@ from graphport.export.precision_choice import (
     kept_matrices,
     note_changed,
 )
+from graphport.export.site_account import site_account
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
@@ -90,6 +91,7 @@ def export(
     verify: bool = True,
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
     require_exact: bool = False,
+    disable_passes: Sequence[str] = (),
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
@@ -99,7 +101,8 @@ def export(
     int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
     (None: what the model was made for). `accuracy_level` 0 multiplies quantised matrices by activations as they are, 4
     by activations rounded to 8 bits (None: the target's choice). `require_fused` pins how often a rule fires ("all": no
-    candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew. `progress` is told
+    candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew. `disable_passes` names
+    rules that are not to fuse anything. `progress` is told
     each stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, TargetError,
     ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
@@ -109,6 +112,7 @@ def export(
     cache = found_target.cache_format(kv_cache, found_precision)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
+    check_disabled(disable_passes)
     check_destination(out, force=force)
 
     progress("reading the model")
@@ -116,7 +120,14 @@ def export(
     if precision is None:
         found_precision = found_target.precision(default_precision(opened, found_target))
     plan, notes = _plan(
-        opened, found_target, found_precision, cache, context=context, seed=seed, accuracy_level=accuracy_level
+        opened,
+        found_target,
+        found_precision,
+        cache,
+        context=context,
+        seed=seed,
+        accuracy_level=accuracy_level,
+        disabled=tuple(disable_passes),
     )
     if require_exact:
         check_exact(plan)
@@ -149,7 +160,7 @@ def export(
             checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
-        account = _account(reports, compiled, plan)
+        account = _account(reports, exported, compiled, plan)
         manifest = _write_files(folder, opened, plan, account)
         if verify:
             certificate = bundle_certificate(
@@ -174,13 +185,17 @@ def export(
     )
 
 
-def _account(reports: tuple[PassReport, ...], compiled: ir.Model, plan: CompilePlan) -> dict[str, Any]:
+def _account(
+    reports: tuple[PassReport, ...], exported: ir.Model, compiled: ir.Model, plan: CompilePlan
+) -> dict[str, Any]:
     return fusion_account(
         reports,
         num_nodes=len(compiled.graph),
         advice=kernel_advice(compiled, plan),
         matrices=matrix_account(plan.matrices),
         accuracy_level=plan.kernel_accuracy,
+        sites=site_account(exported, compiled, reports),
+        disabled=plan.disabled,
     )
 
 
@@ -220,6 +235,7 @@ def _plan(
     context: int | None,
     seed: int,
     accuracy_level: int | None,
+    disabled: tuple[str, ...],
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can decode, and notes."""
     config = opened.model.config
@@ -238,6 +254,7 @@ def _plan(
         cache=cache,
         matrices=matrices,
         accuracy_level=accuracy_level,
+        disabled=disabled,
     )
     return plan, (*notes, *note_changed(matrices))
 

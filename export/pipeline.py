@@ -3,7 +3,7 @@
 In: an exported graph and a plan. Out: the compiled graph and a report a pass. Reads and writes no file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import onnx_ir as ir
@@ -56,6 +56,18 @@ RULES = (
     "sampling",
 )
 
+# Those that a graph can do without: `--disable-pass`. The others make the precision, the cache or outputs asked for.
+OPTIONAL_RULES = (
+    "smoothed",
+    "residual_norm",
+    "packed_qkv",
+    "packed_gate_up",
+    "silu",
+    "attention",
+    "qk_norm",
+    "norm",
+)
+
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 
 _MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
@@ -70,8 +82,13 @@ def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
 
     Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
     """
-    reports = tuple(graph_pass(model, plan) for graph_pass in PASSES)
-    check_fusions(reports, expected_fusions(plan))
+    rules = {graph_pass: rule for rule, graph_pass in zip(RULES, PASSES[1:-1], strict=True)}
+    reports = tuple(
+        PassReport(rule=rules[graph_pass]) if rules.get(graph_pass) in plan.disabled else graph_pass(model, plan)
+        for graph_pass in PASSES
+    )
+    expected = expected_fusions(plan)
+    check_fusions(reports, {rule: count for rule, count in expected.items() if rule not in plan.disabled})
     return reports
 
 
@@ -135,6 +152,15 @@ def check_rules(required: Mapping[str, object]) -> None:
     for rule in required:
         if rule not in RULES:
             raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(RULES)}")
+
+
+def check_disabled(disabled: Iterable[str]) -> None:
+    """Raise FusionError unless every name is a rule that can be switched off."""
+    names = list(disabled)
+    check_rules(dict.fromkeys(names))
+    for name in names:
+        if name not in OPTIONAL_RULES:
+            raise FusionError(f"rule {name} makes what was asked for; those to do without: {', '.join(OPTIONAL_RULES)}")
 
 
 def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | Literal["all"]]) -> None:

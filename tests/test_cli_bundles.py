@@ -49,6 +49,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
         "verify": True,
         "require_fused": {},
         "require_exact": False,
+        "disable_passes": (),
         "force": False,
     }
 
@@ -56,6 +57,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
 def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
     options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --accuracy-level 4 --seed 3"
     options += " --no-verify --force --require-exact"
+    options += " --disable-pass silu --disable-pass norm"
     fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
     assert main(["export", "m", "o", *options.split(), *fused]) == 0
     passed = fake_export.calls[0][1]
@@ -70,6 +72,7 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
         "verify": False,
         "require_fused": {"attention": "all", "pack_qkv": 30},
         "require_exact": True,
+        "disable_passes": ("silu", "norm"),
         "force": True,
     }
 

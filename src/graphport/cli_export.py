@@ -44,6 +44,9 @@ def export(
     require_exact: Annotated[
         bool, typer.Option("--require-exact", help="Fail if a matrix of the GGUF file would be encoded anew.")
     ] = False,
+    disable_pass: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Do without this fusion; may be repeated.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     _debug: Debug = False,
 ) -> None:
@@ -66,6 +69,7 @@ def export(
             accuracy_level=accuracy_level,
             require_fused=required,
             require_exact=require_exact,
+            disable_passes=tuple(disable_pass or ()),
             force=force,
             progress=progress,
         )
