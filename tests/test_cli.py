@@ -28,7 +28,7 @@ CONTRACT = {
     "chat": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --device --invariance --json --write",
     "diff": "A B --debug --json --steps --tokens --tolerance",
-    "report": "BUNDLE --debug --json",
+    "report": "BUNDLE --debug --html --json --times",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
 }

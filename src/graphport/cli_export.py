@@ -85,13 +85,26 @@ def export(
         )
 
 
-def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) -> None:
+def report(
+    bundle: BundlePath,
+    *,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the graph drawn.")] = None,
+    times: Annotated[bool, typer.Option("--times", help="On the page, also how long each op takes here.")] = False,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
     """Show what a bundle is: manifest, files, what fused, certificate."""
+    if times and html is None:
+        raise typer.BadParameter("--times needs --html FILE: the page shows them")
     facts = cli_report.read_report(bundle)
+    if html is not None:
+        cli_report.write_page(facts, html, with_times=times)
     if as_json:
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
-    else:
+    elif html is None:
         cli_report.print_report(facts)
+    else:
+        print(html)
 
 
 def _required_fusions(values: list[str]) -> dict[str, int | Literal["all"]]:
