@@ -19,6 +19,7 @@ TARGET = cpu
 PROMPT = What is the capital of France?
 
 SMOLLM2 := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
+MINILM := build/downloads/all-MiniLM-L6-v2
 MODEL = $(SMOLLM2)
 
 # The default name carries whatever differs from the defaults: model.gguf is build/model, file.py:function build/file-function.
@@ -72,9 +73,12 @@ $(installed): constraints.txt pyproject.toml
 	@touch $@
 
 .PHONY: fetch
-fetch: $(SMOLLM2) ## download SmolLM2-135M-Instruct (98 MB) into build/downloads
+fetch: $(SMOLLM2) $(MINILM) ## download SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (190 MB) into build/downloads
 
 $(SMOLLM2): examples/fetch_smollm2.py | $(installed)
+	@$(bin)/python $< $@
+
+$(MINILM): examples/fetch_minilm.py | $(installed)
 	@$(bin)/python $< $@
 
 .PHONY: export
@@ -148,15 +152,15 @@ bench-growth bench-gpu: RESULTS = build/$@.md
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: test
-test: $(SMOLLM2) | $(installed) ## run the tests, the real model included
+test: $(SMOLLM2) $(MINILM) | $(installed) ## run the tests, the real model included
 	$(pytest) -m "not slow and not gpu"
 
 .PHONY: test-slow
-test-slow: $(SMOLLM2) | $(installed) ## run the slow tests
+test-slow: $(SMOLLM2) $(MINILM) | $(installed) ## run the slow tests
 	$(pytest) -m "slow and not gpu"
 
 .PHONY: test-gpu
-test-gpu: $(SMOLLM2) | $(installed) ## run the tests that need a CUDA device
+test-gpu: $(SMOLLM2) $(MINILM) | $(installed) ## run the tests that need a CUDA device
 	$(bin)/python -m pytest -m gpu
 
 .PHONY: lint

@@ -18,7 +18,7 @@ from graphport.export import export
 from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.transformer import Transformer
-from graphport.runtime import LanguageModel, load
+from graphport.runtime import LanguageModel, load_language_model
 from graphport.runtime.benchmark import measure_speed
 from graphport.runtime.device import DeviceWish
 
@@ -83,7 +83,7 @@ def open_graphport(size: Size, device: DeviceWish, *, folder: Path, max_batch: i
         target, precision = ("cuda", "fp16") if device == "cuda" else ("cpu", "fp32")
         print(f"exporting {bundle}", file=sys.stderr)
         export(Transformer(transformer_config(size, longest)), bundle, target=target, precision=precision, verify=False)
-    return load(bundle, device=device, max_batch=max_batch, max_length=longest, prefill_chunk=longest)
+    return load_language_model(bundle, device=device, max_batch=max_batch, max_length=longest, prefill_chunk=longest)
 
 
 def open_systems(lm: LanguageModel, size: Size, device: torch.device, *, longest: int) -> dict[str, System]:

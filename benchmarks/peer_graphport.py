@@ -15,9 +15,9 @@ from peer_worker import Reply, serve
 
 class Graphport:
     def load(self, model: str, *, threads: int, context: int) -> Reply:
-        from graphport.runtime import SamplingParams, load
+        from graphport.runtime import SamplingParams, load_language_model
 
-        self._lm = load(model, device="cpu", threads=threads, max_batch=1, max_length=context)
+        self._lm = load_language_model(model, device="cpu", threads=threads, max_batch=1, max_length=context)
         self._params = SamplingParams
         versions = {name: importlib.metadata.version(name) for name in ("graphport", "onnxruntime-gpu")}
         return {"vocab_size": self._lm.vocab_size, "versions": versions}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CONTRIB, add_constant, new_node, remove_nodes, replace_value
 from graphport.export.quantize import BlockQuantized, pack_pairs
+from graphport.model_def.signature import MINIMA, MINIMA_TRANSPOSED, SCALES, ZERO_POINTS
 
 Attributes = dict[str, int | float | str | list[int]]
 
@@ -40,12 +41,12 @@ def add_operands(graph: ir.Graph, name: str, blocks: BlockQuantized, dtype: type
     zero_points: tuple[ir.Value, ...] = ()
     if blocks.zero_points is not None:
         values = pack_pairs(blocks.zero_points) if blocks.bits == 4 else blocks.zero_points
-        zero_points = (_constant(graph, f"{name}_zero_points", values),)
+        zero_points = (_constant(graph, f"{name}{ZERO_POINTS}", values),)
     return BlockOperands(
         name=name,
         blocks=blocks,
         packed=_constant(graph, f"{name}_q{blocks.bits}", blocks.packed),
-        scales=_constant(graph, f"{name}_scales", blocks.scales.astype(dtype)),
+        scales=_constant(graph, f"{name}{SCALES}", blocks.scales.astype(dtype)),
         zero_points=zero_points,
     )
 
@@ -110,7 +111,7 @@ def _add_minima(graph: ir.Graph, node: ir.Node, product: ir.Value, operands: Blo
         shape = _constant(graph, f"block_sums_{blocks.scales.shape[1]}", np.array([0, blocks.scales.shape[1]]))
         sums = new_node(node, "Reshape", [sums, shape], name=f"{node.name}_row_sums").outputs[0]
         return new_node(node, "Gemm", [sums, _minima(graph, operands), product], {"transB": 1}, name=name).outputs[0]
-    turned = _constant(graph, f"{operands.name}_minima_transposed", np.ascontiguousarray(blocks.minima.T))
+    turned = _constant(graph, f"{operands.name}{MINIMA_TRANSPOSED}", np.ascontiguousarray(blocks.minima.T))
     added = new_node(node, "MatMul", [sums, turned], name=name).outputs[0]
     return new_node(node, "Add", [product, added], name=f"{name}_added").outputs[0]
 
@@ -138,7 +139,7 @@ def _in_blocks(graph: ir.Graph, node: ir.Node, x: ir.Value, blocks: BlockQuantiz
 
 def _minima(graph: ir.Graph, operands: BlockOperands) -> ir.Value:
     assert operands.blocks.minima is not None
-    return _constant(graph, f"{operands.name}_minima", operands.blocks.minima)
+    return _constant(graph, f"{operands.name}{MINIMA}", operands.blocks.minima)
 
 
 def _constant(graph: ir.Graph, name: str, values: NDArray[np.generic]) -> ir.Value:

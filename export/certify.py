@@ -4,6 +4,7 @@ In: the eager module and the graphs. Out: checks. Neighbours are compared, so th
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +46,10 @@ def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_len
 def text_ids(text: str, config: TransformerConfig, tokenizer_json: str | None, *, length: int, seed: int) -> list[int]:
     """The first `length` ids of `text`; random ones when there is no tokenizer or it does not fit the model."""
     if tokenizer_json is not None:
-        ids: list[int] = Tokenizer.from_str(tokenizer_json).encode(text).ids
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids: list[int] = tokenizer.encode(text).ids
         if len(ids) >= length and max(ids) < config.vocab_size:
             return ids[:length]
     random = np.random.default_rng(seed)
@@ -57,6 +61,66 @@ def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
     with torch.inference_mode():
         logits: NDArray[np.float32] = model(torch.tensor([list(ids)]))[0].numpy()
     return logits
+
+
+class DecoderEvidence:
+    """Ids to compare on, and the checks of each stage; without a model those that need no reference."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tokenizer_json: str | None,
+        *,
+        max_length: int,
+        seed: int,
+        model: Transformer | None = None,
+    ) -> None:
+        self.ids = parity_ids(config, tokenizer_json, max_length=max_length, seed=seed)
+        self._model = model
+
+    @functools.cached_property
+    def reference(self) -> NDArray[np.float32]:
+        """What the eager module gives."""
+        assert self._model is not None
+        return eager_logits(self._model, self.ids)
+
+    def certify_stages(
+        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
+    ) -> tuple[Check, ...]:
+        """See the function of this name."""
+        observe("running eager PyTorch")
+        return certify_stages(exported, plan, self.ids, self.reference, folder=folder, observe=observe)
+
+    def certify_bundle(
+        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
+    ) -> tuple[Check, ...]:
+        """Check what ships: the graph in `folder` where the CPU runs it, and its KV cache."""
+        checks: tuple[Check, ...] = ()
+        if plan.target is CPU:
+            observe("parity of the bundle")
+            checks += self.certify_shipped(plan, folder=folder)
+        if plan.cache is not None:
+            observe("parity of the KV cache")
+            checks += certify_cache(exported, plan, self.ids, folder=folder)
+        return checks
+
+    def certify_shipped(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
+        """Check the graph in `folder` against eager."""
+        return certify_bundle(folder, plan, self.ids, self.reference)
+
+    def certify_alone(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
+        """Check that chunks and single steps of the graph in `folder` give the logits of one piece."""
+        runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
+        whole, parts = runner.logits(self.ids), runner.logits(self.ids, chunks=pieces(len(self.ids)))
+        what = f"{len(self.ids)} tokens, chunks and steps against one piece"
+        return (check(*_stage(plan), what, compare(whole, parts)),)
+
+
+def _stage(plan: CompilePlan) -> tuple[str, str]:
+    """Stage and figure whose tolerance bounds how far chunks and steps may be from one piece."""
+    if plan.cache is not None:
+        return f"{plan.cache.name} cache", "kl"
+    return ("compiled", "max_abs") if plan.precision.weight_bits is None else (plan.precision.name, "kl")
 
 
 def certify_stages(

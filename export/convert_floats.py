@@ -1,7 +1,7 @@
-"""The graph in half precision: weights, activations and caches; logits come out as float32.
+"""The graph in half precision: weights, activations and caches; logits and an encoder's outputs stay float32.
 
 Before: every float tensor float32
-After:  every float tensor float16 or bfloat16, Cast at the logits; norms keep float32 statistics (stash_type)
+After:  every float tensor float16 or bfloat16, Cast at those outputs; norms keep float32 statistics (stash_type)
 """
 
 import ml_dtypes
@@ -10,9 +10,10 @@ import onnx_ir as ir
 
 from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
 from graphport.export.targets import TargetError
-from graphport.model_def.signature import LOGITS
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_WIDE_OUTPUTS = (LOGITS, HIDDEN_STATES, EMBEDDINGS)
 
 
 def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
@@ -28,7 +29,7 @@ def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
     for value in [*model.graph.inputs, *(out for node in model.graph for out in node.outputs)]:
         if value.dtype == ir.DataType.FLOAT:
             value.type = ir.TensorType(dtype)
-    _cast_logits(model, dtype)
+    _widen_outputs(model.graph, dtype)
     return PassReport(rule="half_precision", fused=(f"float32 to {activations}",))
 
 
@@ -47,13 +48,14 @@ def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dt
     return ir.LazyTensor(convert, dtype, ir.Shape(static_dims(tensor)), name=tensor.name)
 
 
-def _cast_logits(model: ir.Model, dtype: ir.DataType) -> None:
-    graph = model.graph
-    index = next(i for i, value in enumerate(graph.outputs) if value.name == LOGITS)
-    narrow = graph.outputs[index]
-    narrow.name = f"{LOGITS}_{dtype.name.lower()}"
-    cast = ir.node("Cast", [narrow], {"to": int(ir.DataType.FLOAT)}, name="logits_to_float32")
-    graph.append(cast)
-    wide = cast.outputs[0]
-    wide.name, wide.dtype, wide.shape = LOGITS, ir.DataType.FLOAT, narrow.shape
-    graph.outputs[index] = wide
+def _widen_outputs(graph: ir.Graph, dtype: ir.DataType) -> None:
+    for index, narrow in enumerate(graph.outputs):
+        name = narrow.name or ""
+        if name not in _WIDE_OUTPUTS:
+            continue
+        narrow.name = f"{name}_{dtype.name.lower()}"
+        cast = ir.node("Cast", [narrow], {"to": int(ir.DataType.FLOAT)}, name=f"{name}_to_float32")
+        graph.append(cast)
+        wide = cast.outputs[0]
+        wide.name, wide.dtype, wide.shape = name, ir.DataType.FLOAT, narrow.shape
+        graph.outputs[index] = wide

@@ -29,7 +29,7 @@ def kernel_advice(model: ir.Model, plan: CompilePlan) -> tuple[str, ...]:
 
 def _slow_decode(attention: AttentionConfig, plan: CompilePlan) -> Iterator[str]:
     fast = plan.target.fast_decode
-    if fast is None:
+    if fast is None or not attention.causal:  # an encoder decodes nothing
         return
     if attention.head_dim not in fast.head_dims:
         yield f"head size {attention.head_dim} is not one of {_list(fast.head_dims)}"

@@ -7,10 +7,9 @@ Where the kernel cannot rotate (sizes), RotaryEmbedding nodes stand before it. W
 node stays and runs as its portable body. Windows, caps and scales become attributes.
 """
 
-from typing import NamedTuple
-
 import onnx_ir as ir
 
+from graphport.export.function_bodies import attach_function
 from graphport.export.graph_pass import (
     CONTRIB,
     CompilePlan,
@@ -20,27 +19,16 @@ from graphport.export.graph_pass import (
     only_node,
     remove_nodes,
     replace_value,
-    static_dims,
 )
-from graphport.export.pack_projections import ATTENTION_OPS, attention_site
-from graphport.export.portable_ops import DOMAIN, attach_function
-
-
-class _Rotation(NamedTuple):
-    cos: ir.Value
-    sin: ir.Value
-    is_interleaved: int
-
-    @property
-    def width(self) -> int:
-        """Rotary dimensions: twice the tables' columns."""
-        return 2 * static_dims(self.cos)[1]
+from graphport.export.pack_projections import CACHED_OPS, attention_site
+from graphport.export.portable_ops import DOMAIN
+from graphport.export.rotary_nodes import Rotation, find_rotation, rotate_before
 
 
 def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
     """Lower every cached attention to GroupQueryAttention."""
     fused, missed = [], []
-    for layer, node in enumerate([n for n in model.graph if n.domain == DOMAIN and n.op_type in ATTENTION_OPS]):
+    for layer, node in enumerate([n for n in model.graph if n.domain == DOMAIN and n.op_type in CACHED_OPS]):
         site = attention_site(node)
         if layer >= plan.config.num_layers:
             found = f"attention {layer + 1} of {plan.config.num_layers}"
@@ -57,7 +45,7 @@ def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
             found = f"{_heads(*in_graph)} in the graph, {_heads(*in_config)} in the config"
             missed.append(Miss(site=site, check="head counts and size of graph and config agree", found=found))
             continue
-        rotation = _rotation(node)
+        rotation = find_rotation(node, first=7)
         inside = rotation is None or plan.target.rotary_limit(config.head_dim, rotation.width) is None
         if rotation is not None and not inside:
             reason = plan.target.rotary_limit(config.head_dim, rotation.width) or ""
@@ -79,16 +67,7 @@ def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
     return f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}"
 
 
-def _rotation(node: ir.Node) -> _Rotation | None:
-    if node.op_type == "CachedAttention":
-        return None
-    cos, sin = node.inputs[7:9]
-    assert cos is not None
-    assert sin is not None
-    return _Rotation(cos, sin, node.attributes["rotary_interleaved"].as_int())
-
-
-def _lower(node: ir.Node, rotation: _Rotation | None) -> None:
+def _lower(node: ir.Node, rotation: Rotation | None) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
@@ -124,25 +103,9 @@ def packed_split(node: ir.Node) -> ir.Node | None:
     return split if split is not None and list(split.outputs) == list(node.inputs[:3]) else None
 
 
-def _rotate_before(model: ir.Model, node: ir.Node, rotation: _Rotation) -> None:
+def _rotate_before(model: ir.Model, node: ir.Node, rotation: Rotation) -> None:
     """Rotate query and key in front of the node; it goes on as an attention without rotation."""
-    query = node.inputs[0]
-    assert query is not None
     attach_function(model, "Positions")
-    positions = new_node(node, "Positions", [query, node.inputs[5]], domain=DOMAIN, name=f"{node.name}_positions")
-    for index, heads in ((0, "num_heads"), (1, "kv_num_heads")):
-        rotated = new_node(
-            node,
-            "RotaryEmbedding",
-            [node.inputs[index], positions.outputs[0], rotation.cos, rotation.sin],
-            {
-                "num_heads": node.attributes[heads].as_int(),
-                "rotary_embedding_dim": rotation.width,
-                "interleaved": rotation.is_interleaved,
-            },
-            domain=CONTRIB,
-            name=f"{node.name}_rotary_{index}",
-        )
-        if query.dtype is not None:
-            rotated.outputs[0].dtype = query.dtype
-        node.replace_input_with(index, rotated.outputs[0])
+    inputs = [node.inputs[0], node.inputs[5]]
+    positions = new_node(node, "Positions", inputs, domain=DOMAIN, name=f"{node.name}_positions")
+    rotate_before(node, rotation, positions.outputs[0])

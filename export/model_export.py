@@ -9,21 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
-import graphport
-from graphport.export.bundle import (
-    Bundle,
-    bundle_folder,
-    check_destination,
-    record_file,
-    record_files,
-    write_graph,
-    write_json,
-)
-from graphport.export.bundle_certificate import bundle_certificate
+from graphport.export.bare_graph import write_bare_graph
+from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
+from graphport.export.bundle_certificate import add_certificate, bundle_certificate
+from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import (
     CALIBRATION_TEXT,
     NUM_CALIBRATION_IDS,
@@ -31,19 +22,12 @@ from graphport.export.calibrate import (
     activation_peaks,
     activation_ranges,
 )
-from graphport.export.certify import (
-    calibrate_cache,
-    certify_bundle,
-    certify_cache,
-    certify_stages,
-    eager_logits,
-    parity_ids,
-    text_ids,
-)
+from graphport.export.certify import DecoderEvidence, calibrate_cache, parity_ids, text_ids
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport, name_site
 from graphport.export.kernel_advice import kernel_advice
+from graphport.export.model_kinds import kind_of
 from graphport.export.parity import require_passed
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.precision_choice import (
@@ -58,20 +42,11 @@ from graphport.export.site_account import site_account
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.model_def.certificate import Certificate, Check, certified_files
+from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.positions import length_switch
-from graphport.model_def.signature import (
-    CERTIFICATE_FILE,
-    CHAT_TEMPLATE_FILE,
-    FUSIONS_FILE,
-    MANIFEST_FILE,
-    TOKENIZER_CONFIG_FILE,
-    TOKENIZER_FILE,
-    Manifest,
-    decoder_signature,
-)
-from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
+from graphport.model_def.signature import Manifest
+from graphport.model_def.transformer import Transformer
 
 FLOAT16_MAX = 65504.0
 
@@ -108,7 +83,7 @@ def export(
     """
     out = Path(out)
     found_target = find_target(target)
-    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION)
+    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION, has_cache=False)
     cache = found_target.cache_format(kv_cache, found_precision)
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
@@ -117,8 +92,11 @@ def export(
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
-    if precision is None:
-        found_precision = found_target.precision(default_precision(opened, found_target))
+    kind = kind_of(opened.model.config)
+    if kv_cache != "auto" and not kind.has_cache:
+        raise TargetError(f"KV cache type {kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
+    named = default_precision(opened, found_target) if precision is None else precision
+    found_precision = found_target.precision(named, has_cache=kind.has_cache)
     plan, notes = _plan(
         opened,
         found_target,
@@ -136,15 +114,14 @@ def export(
         progress("looking for activations beyond float16")
         _require_float16_range(opened, max_length=plan.max_length, seed=seed)
     progress("exporting to ONNX")
-    decoder = CachedDecoder(opened.model, max_length=plan.max_length)
-    exported = torch_to_onnx(decoder, decoder_signature(plan.config))
+    exported = torch_to_onnx(kind.module(opened.model, plan.max_length), kind.traced(plan.config))
     with bundle_folder(out, force=force) as folder:
         checks: tuple[Check, ...] = ()
-        ids = parity_ids(plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed)
+        evidence = kind.evidence(
+            plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed, model=opened.model
+        )
         if verify:
-            progress("running eager PyTorch")
-            reference = eager_logits(opened.model, ids)
-            checks = certify_stages(exported, plan, ids, reference, folder=folder, observe=progress)
+            checks = evidence.certify_stages(exported, plan, folder=folder, observe=progress)
             require_passed(checks)
         if cache is not None:
             progress("calibrating the KV cache")
@@ -155,27 +132,17 @@ def export(
         compiled = exported.clone()
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
-        write_graph(compiled, folder)
+        _write_graphs(compiled, plan, folder)
         if verify:
-            checks += _check_compiled(exported, plan, ids, reference, folder=folder, progress=progress)
+            shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
+            require_passed(shipped)
+            checks += shipped
             notes += _note_unchecked(plan)
         progress("writing the bundle")
         account = _account(reports, exported, compiled, plan)
-        manifest = _write_files(folder, opened, plan, account)
-        if verify:
-            certificate = bundle_certificate(
-                opened,
-                plan,
-                reference,
-                ids,
-                folder=folder,
-                files=certified_files(manifest),
-                stages=checks,
-                seed=seed,
-                observe=progress,
-            )
-            checks = certificate.checks
-            manifest = _add_certificate(folder, manifest, certificate)
+        manifest = write_records(folder, opened, plan, account, checks if verify and not kind.has_cache else None)
+        if verify and isinstance(evidence, DecoderEvidence):
+            checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, seed=seed, observe=progress)
     return Bundle(
         path=out,
         manifest=manifest,
@@ -199,25 +166,30 @@ def _account(
     )
 
 
-def _check_compiled(
-    exported: ir.Model,
+def _certify(
+    opened: SourceModel,
     plan: CompilePlan,
-    ids: list[int],
-    reference: NDArray[np.float32],
-    *,
+    evidence: DecoderEvidence,
     folder: Path,
-    progress: Callable[[str], None],
-) -> tuple[Check, ...]:
-    """Checks of what ships: the graph in `folder` where the CPU runs it, and its KV cache. Raises ParityError."""
-    checks: tuple[Check, ...] = ()
+    manifest: Manifest,
+    stages: tuple[Check, ...],
+    *,
+    seed: int,
+    observe: Callable[[str], None],
+) -> tuple[tuple[Check, ...], Manifest]:
+    """Run what ships in `folder`, and write its certificate. Raises ParityError; all checks, and the new manifest."""
+    certificate = bundle_certificate(
+        opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, seed=seed, observe=observe
+    )
+    require_passed(certificate.checks)
+    return certificate.checks, add_certificate(folder, manifest, certificate)
+
+
+def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
+    """Write the graph that ships, and the one that a CPU packs for itself where they differ."""
+    write_graph(compiled, folder)
     if plan.target is CPU:
-        progress("parity of the bundle")
-        checks += certify_bundle(folder, plan, ids, reference)
-    if plan.cache is not None:
-        progress("parity of the KV cache")
-        checks += certify_cache(exported, plan, ids, folder=folder)
-    require_passed(checks)
-    return checks
+        write_bare_graph(folder)
 
 
 def _note_unchecked(plan: CompilePlan) -> tuple[str, ...]:
@@ -237,10 +209,10 @@ def _plan(
     accuracy_level: int | None,
     disabled: tuple[str, ...],
 ) -> tuple[CompilePlan, tuple[str, ...]]:
-    """What to compile, checked against what the model can decode, and notes."""
+    """What to compile, checked against what the model can do, and notes."""
     config = opened.model.config
-    max_length, notes = _context(config, context)
-    check_can_decode(config, max_length)
+    max_length, notes = _context(config, context, text_limit=opened.text_limit)
+    kind_of(config).check(config, max_length)
     if cache is not None:
         _require_cache(config, target, cache)
     check_accuracy_level(accuracy_level, target, precision)
@@ -299,46 +271,17 @@ def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat
             raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
 
 
-def _context(config: TransformerConfig, context: int | None) -> tuple[int, tuple[str, ...]]:
-    """The longest total length, and a note when a scaling that switches its frequencies limits it."""
+def _context(
+    config: TransformerConfig, context: int | None, *, text_limit: int | None = None
+) -> tuple[int, tuple[str, ...]]:
+    """The longest total length, and a note when what the source states or a rotary scaling limits it."""
     if context is not None:
         return context, ()
+    if text_limit is not None and text_limit < config.max_positions:
+        return text_limit, (f"texts limited to {text_limit} tokens, as the source states; --context allows more",)
     rotaries = [block.attention.rotary for block in config.blocks]
     switches = [s for rotary in rotaries if rotary is not None and (s := length_switch(rotary)) is not None]
     if not switches or min(switches) >= config.max_positions:
         return config.max_positions, ()
     limit = min(switches)
     return limit, (f"context limited to {limit} tokens, where the rotary scaling changes its frequencies",)
-
-
-def _write_files(folder: Path, opened: SourceModel, plan: CompilePlan, account: dict[str, Any]) -> Manifest:
-    for name, text in ((TOKENIZER_FILE, opened.tokenizer_json), (CHAT_TEMPLATE_FILE, opened.chat_template)):
-        if text is not None:
-            (folder / name).write_text(text, encoding="utf-8")
-    if opened.special_tokens:
-        write_json(folder / TOKENIZER_CONFIG_FILE, dict(opened.special_tokens))
-    write_json(folder / FUSIONS_FILE, account)
-    manifest = Manifest(
-        graphport_version=graphport.__version__,
-        kind="decoder",
-        target=plan.target.name,
-        precision=plan.precision.name,
-        max_length=plan.max_length,
-        config=plan.config,
-        signature=decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device),
-        generation=opened.generation,
-        source=opened.source,
-        files=record_files(folder),
-    )
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest
-
-
-def _add_certificate(folder: Path, manifest: Manifest, certificate: Certificate) -> Manifest:
-    require_passed(certificate.checks)
-    path = folder / CERTIFICATE_FILE
-    path.write_text(certificate.to_json(), encoding="utf-8")
-    files = dict(sorted({**manifest.files, path.name: record_file(path)}.items()))
-    manifest = dataclasses.replace(manifest, files=files)
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return manifest

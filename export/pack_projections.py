@@ -30,7 +30,9 @@ from graphport.export.graph_pass import (
 )
 from graphport.export.portable_ops import DOMAIN
 
-ATTENTION_OPS = ("CachedAttention", "RotaryCachedAttention")
+CACHED_OPS = ("CachedAttention", "RotaryCachedAttention")
+PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention")
+ATTENTION_OPS = (*CACHED_OPS, *PADDED_OPS)
 
 _PARTS = "packed_from"  # in the metadata of a packed weight
 
@@ -146,7 +148,9 @@ def _module(projection: Projection) -> str:
 
 
 def attention_site(attention: ir.Node) -> str:
-    """The site of an attention node, from the name of its cache input."""
+    """The site of an attention node, from the name of its cache input, or of its projections where it has none."""
+    if attention.op_type in PADDED_OPS:
+        return site_of(attention.inputs[0]).partition(".")[0]
     past = attention.inputs[3]
     name = "" if past is None or past.name is None else past.name
     return f"layer {name.split('.')[1]} attention" if name.count(".") >= 2 else f"attention {attention.name}"

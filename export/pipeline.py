@@ -18,6 +18,7 @@ from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
+from graphport.export.lower_padded_attention import lower_padded_attention
 from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
@@ -31,6 +32,7 @@ PASSES: tuple[GraphPass, ...] = (
     pack_gate_up,
     fuse_silu,
     lower_attention,
+    lower_padded_attention,
     fuse_qk_norm,
     lower_norm,
     convert_floats,
@@ -56,17 +58,20 @@ RULES = (
     "sampling",
 )
 
-# Those that a graph can do without: `--disable-pass`. The others make the precision, the cache or outputs asked for.
-OPTIONAL_RULES = (
-    "smoothed",
-    "residual_norm",
-    "packed_qkv",
-    "packed_gate_up",
-    "silu",
-    "attention",
-    "qk_norm",
-    "norm",
-)
+# Passes that a graph can do without, and what `--disable-pass` calls them. The others make the precision, the cache or
+# the outputs asked for.
+OPTIONAL_PASSES: dict[GraphPass, str] = {
+    smooth_activations: "smoothed",
+    fuse_residual_norm: "residual_norm",
+    pack_qkv: "packed_qkv",
+    pack_gate_up: "packed_gate_up",
+    fuse_silu: "silu",
+    lower_attention: "attention",
+    lower_padded_attention: "attention",
+    fuse_qk_norm: "qk_norm",
+    lower_norm: "norm",
+}
+OPTIONAL_RULES = tuple(dict.fromkeys(OPTIONAL_PASSES.values()))
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 
@@ -82,14 +87,15 @@ def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
 
     Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
     """
-    rules = {graph_pass: rule for rule, graph_pass in zip(RULES, PASSES[1:-1], strict=True)}
-    reports = tuple(
-        PassReport(rule=rules[graph_pass]) if rules.get(graph_pass) in plan.disabled else graph_pass(model, plan)
-        for graph_pass in PASSES
-    )
+    reports = tuple(_run_pass(graph_pass, model, plan) for graph_pass in PASSES)
     expected = expected_fusions(plan)
     check_fusions(reports, {rule: count for rule, count in expected.items() if rule not in plan.disabled})
     return reports
+
+
+def _run_pass(graph_pass: GraphPass, model: ir.Model, plan: CompilePlan) -> PassReport:
+    rule = OPTIONAL_PASSES.get(graph_pass)
+    return PassReport(rule=rule) if rule is not None and rule in plan.disabled else graph_pass(model, plan)
 
 
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:
@@ -106,18 +112,23 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
         "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
-        "attention": sum(plan.target.attention_limit(block.attention) is None for block in blocks),
+        "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),
-        "sampling": int(plan.target.samples_on_device),
+        "sampling": int(plan.target.samples_on_device and plan.config.is_causal),
     }
+
+
+def _attention_limit(plan: CompilePlan, attention: AttentionConfig) -> str | None:
+    """Why the target's kernel does not take this attention, or None when it does."""
+    return plan.target.attention_limit(attention) if attention.causal else plan.target.padded_limit(attention)
 
 
 def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
     """Whether the attention kernel of this target can take the q/k norm that the config asks for."""
     if not plan.target.qk_norm_inside or attention.qk_norm is None or attention.qk_norm.kind != "rms":
         return False
-    if plan.cache is not None:  # see fuse_qk_norm
+    if plan.cache is not None or not attention.causal:  # see fuse_qk_norm; encoders' kernel takes no norms
         return False
     if plan.target.attention_limit(attention) is not None:
         return False
@@ -126,9 +137,16 @@ def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
 
 
 def _count_normed_sums(config: TransformerConfig) -> int:
-    """Sums that a norm reads: one inside every block, one at its end, one of embedding and position."""
-    count = 0
-    is_sum = config.position is not None  # whether the residual stream is a sum where the next block begins
+    """Sums that a norm reads: one inside every block, one at its end, one of the embeddings.
+
+    What a sum broadcasts does not fuse: an encoder's positions are one row for all texts, a single token type a vector.
+    """
+    last_is_whole = config.token_types > 1 or (
+        config.is_causal and config.position is not None and not config.token_types
+    )
+    is_normed = config.embedding_norm is not None
+    count = int(is_normed and last_is_whole)
+    is_sum = last_is_whole and not is_normed  # whether the residual stream is a sum where the next block begins
     for block in config.blocks:
         is_post = block.norm_order == "post"
         count += (is_sum and not is_post) + (2 if is_post else 1)

@@ -2,12 +2,11 @@
 """The `graphport` ops as ONNX functions made of standard ops (opset 23), so that an exported graph runs anywhere.
 
 In: the op's inputs and attributes. Out: the op's outputs, equal to `model_def/ops.py`. Each function is onnxscript:
-Python syntax that becomes a FunctionProto; nothing here runs as Python.
+Python syntax that becomes a FunctionProto; nothing here runs as Python (see `function_bodies.py`).
 
 Shapes: `B` rows, `S` new tokens, `N` query heads, `K` key/value heads, `G` = N/K, `H` head size, `C` cache capacity.
 """
 
-import onnx_ir as ir
 from onnxscript import FLOAT, INT32, INT64, script
 from onnxscript import opset23 as op
 from onnxscript.values import Opset
@@ -209,16 +208,3 @@ FUNCTIONS = (
     WriteCache,
     Attend,
 )
-
-
-def attach_function(model: ir.Model, name: str) -> None:
-    """Add the body of `graphport::name`, and of what it calls, to the model's functions."""
-    function = ir.from_proto(next(f for f in FUNCTIONS if f.name == name).to_function_proto())
-    assert isinstance(function, ir.Function)
-    if function.identifier() in model.functions:
-        return
-    model.functions[function.identifier()] = function
-    model.opset_imports[DOMAIN] = 1
-    for node in function:
-        if node.domain == DOMAIN:
-            attach_function(model, node.op_type)

@@ -23,7 +23,10 @@ from graphport.model_def.transformer import Transformer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceModel:
-    """A module in eval mode, the text side that came with it, and its matrices as a GGUF file stores them."""
+    """A module in eval mode, the text side that came with it, and its matrices as a GGUF file stores them.
+
+    `text_limit`: the longest text in tokens that the source asks for, where it is less than the positions allow.
+    """
 
     model: Transformer
     generation: GenerationDefaults
@@ -33,6 +36,7 @@ class SourceModel:
     source: dict[str, str]
     notes: tuple[str, ...]
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    text_limit: int | None = None
 
 
 def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
@@ -59,6 +63,7 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
         source=checkpoint.source,
         notes=checkpoint.notes,
         stored=checkpoint.stored,
+        text_limit=checkpoint.text_limit,
     )
 
 

@@ -13,7 +13,8 @@ import onnx_ir as ir
 import torch
 from torch import nn
 
-from graphport.export.portable_ops import DOMAIN, attach_function
+from graphport.export.function_bodies import attach_function
+from graphport.export.portable_ops import DOMAIN
 from graphport.export.translations import TRANSLATIONS
 from graphport.model_def.signature import Signature, TensorSpec
 

@@ -1,7 +1,8 @@
 """How PyTorch ops become nodes: the fused ops as `graphport` nodes, linear layers as one node each.
 
 In: the values torch.onnx hands to a translation. Out: onnx_ir values. The function bodies of the nodes stand in
-`portable_ops.py`; they are attached after export because torch.onnx inlines the functions it knows.
+`portable_ops.py` and `portable_encoder_ops.py`; they are attached after export because torch.onnx inlines the functions
+it knows.
 """
 
 from collections.abc import Callable
@@ -65,6 +66,32 @@ _ROTARY_CACHED_ATTENTION = _op(
 )
 
 
+_PADDED_ATTENTION = _op(
+    "PaddedAttention",
+    inputs="query key value lengths:i32",
+    outputs="output",
+    floats="scale softcap",
+    ints="num_heads kv_num_heads",
+)
+_ROTARY_PADDED_ATTENTION = _op(
+    "RotaryPaddedAttention",
+    inputs="query key value lengths:i32 cos sin",
+    outputs="output",
+    floats="scale softcap",
+    ints="num_heads kv_num_heads rotary_interleaved",
+)
+_POOLS = {
+    kind: _op(name, inputs="hidden lengths:i32", outputs="pooled")
+    for kind, name in (
+        ("mean", "PoolMean"),
+        ("mean_sqrt", "PoolMeanSqrt"),
+        ("cls", "PoolCls"),
+        ("last", "PoolLast"),
+        ("max", "PoolMax"),
+    )
+}
+
+
 def _rms_norm(x: ir.Value, weight: ir.Value, epsilon: float) -> Any:  # noqa: ANN401 - torch.onnx takes what ops return
     return _RMS_NORM(x, weight, epsilon=epsilon)
 
@@ -104,8 +131,34 @@ def _cached_attention(
     return _ROTARY_CACHED_ATTENTION(*inputs, cos, sin, **attributes, rotary_interleaved=int(interleaved))
 
 
+def _padded_attention(
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    lengths: ir.Value,
+    cos: ir.Value | None,
+    sin: ir.Value | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    interleaved: bool,
+) -> Any:  # noqa: ANN401
+    inputs = (query, key, value, lengths)
+    attributes = {"num_heads": num_heads, "kv_num_heads": num_kv_heads, "scale": scale, "softcap": softcap}
+    if cos is None:
+        return _PADDED_ATTENTION(*inputs, **attributes)
+    return _ROTARY_PADDED_ATTENTION(*inputs, cos, sin, **attributes, rotary_interleaved=int(interleaved))
+
+
+def _pool(hidden: ir.Value, lengths: ir.Value, kind: str) -> Any:  # noqa: ANN401
+    return _POOLS[kind](hidden, lengths)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.rms_norm.default: _rms_norm,
     torch.ops.graphport.cached_attention.default: _cached_attention,
+    torch.ops.graphport.padded_attention.default: _padded_attention,
+    torch.ops.graphport.pool.default: _pool,
     torch.ops.aten.linear.default: _linear,
 }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphport.model_def.config import AttentionConfig
 from graphport.model_def.norms import Norm
-from graphport.model_def.ops import attend, cached_attention, join_heads, split_heads
+from graphport.model_def.ops import attend, cached_attention, join_heads, padded_attention, split_heads
 from graphport.model_def.positions import rotate
 
 
@@ -99,6 +99,23 @@ class Attention(nn.Module):
             self._is_interleaved(),
         )
         return self.output(attended), present_key, present_value
+
+    def encode(self, x: Tensor, lengths: Tensor, tables: RotaryTables | None) -> Tensor:
+        """Attention within padded texts x [B, S, W] of `lengths` int32 [B]; returns [B, S, W]."""
+        config = self.config
+        attended = padded_attention(
+            *self._project(x),
+            lengths,
+            tables.cos if tables else None,
+            tables.sin if tables else None,
+            config.num_heads,
+            config.num_kv_heads,
+            config.softmax_scale,
+            config.softcap or 0.0,
+            self._is_interleaved(),
+        )
+        output: Tensor = self.output(attended)
+        return output
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self.query(x), self.key(x), self.value(x)

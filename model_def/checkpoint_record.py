@@ -33,6 +33,7 @@ class Checkpoint:
     texts that templates know as bos_token, eos_token, ... `source` has the keys format,
     name and sha256. `notes` are sentences about what was ignored, assumed or converted.
     `stored` are the matrices as a GGUF file holds them, by the names of `weights`; empty for other formats.
+    `text_limit` is the longest text in tokens that the checkpoint asks for, None: as many as it has positions.
     """
 
     config: TransformerConfig
@@ -44,6 +45,7 @@ class Checkpoint:
     source: dict[str, str]
     notes: tuple[str, ...] = ()
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
+    text_limit: int | None = None
 
 
 def account_for_tensors(where: str, *, found: Mapping[str, Shape], needed: Mapping[str, Shape]) -> None:
@@ -128,12 +130,22 @@ def first_id(name: str, candidates: Iterable[object], vocab_size: int, notes: li
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, empty when there is no file; raises CheckpointError when it is torn."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}; fetch it again") from error
+    values = _parse_json(path) if path.is_file() else {}
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a JSON file; raises CheckpointError when it is torn."""
+    values = _parse_json(path)
+    if not isinstance(values, list):
+        raise CheckpointError(f"{path} must hold a JSON list, got {type(values).__name__}")
+    return values
+
+
+def _parse_json(path: Path) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}; fetch it again") from error

@@ -6,7 +6,7 @@ it does not read any checkpoint format (see `huggingface.py`, `gguf.py`).
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from graphport.model_def.position_config import (
     ConfigError,
@@ -28,6 +28,7 @@ Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NormKind = Literal["layer", "rms"]
 NormOrder = Literal["pre", "post", "sandwich"]
 HeadKind = Literal["tied", "separate", "none"]
+PoolingKind = Literal["mean", "mean_sqrt", "cls", "last", "max"]
 
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -140,11 +141,29 @@ class BlockConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingConfig:
+    """How an encoder's hidden states become one vector a text, over its real tokens alone.
+
+    mean: sum / length; mean_sqrt: sum / sqrt(length); cls: the first; last: the last; max: the largest of each channel.
+    `normalize`: whether the model's recipe scales the vector to length 1 (done by the runtime, not in the graph).
+    """
+
+    kind: PoolingKind = "mean"
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        require_choice("pooling kind", self.kind, get_args(PoolingKind))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
     """A stack of blocks between an embedding and (unless `head` is none) a vocabulary head.
 
     `max_positions` is the longest total length the model was made for. `head` tied means that the head's matrix
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
+    `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
+    their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
+    `pooling` is an encoder's.
     """
 
     vocab_size: int
@@ -152,16 +171,26 @@ class TransformerConfig:
     max_positions: int
     blocks: tuple[BlockConfig, ...]
     position: LearnedPosition | SinusoidalPosition | None = None
+    token_types: int = 0
+    embedding_norm: NormConfig | None = None
+    embedding_width: int | None = None
     embedding_scale: float = 1.0
     final_norm: NormConfig | None = None
     head: HeadKind = "tied"
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    pooling: PoolingConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
+        if self.embedding_width is not None:
+            require_count("embedding_width", self.embedding_width)
+            if self.head == "tied":
+                raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
+        if self.token_types != 0:
+            require_count("token_types", self.token_types)
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -178,6 +207,8 @@ class TransformerConfig:
             )
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
+        if self.pooling is not None and self.is_causal:
+            raise ConfigError("pooling is for encoders, whose blocks are bidirectional; these are causal")
 
     @property
     def num_layers(self) -> int:
@@ -218,6 +249,7 @@ _RECORDS = {
         AttentionConfig,
         FeedForwardConfig,
         BlockConfig,
+        PoolingConfig,
         TransformerConfig,
     )
 }

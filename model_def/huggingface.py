@@ -4,6 +4,7 @@ In: a folder. Out: configuration, float32 weights in our names, tokenizer, chat 
 It fetches nothing and runs no code of the folder; the config's keys stand in `huggingface_config.py`.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from graphport.model_def.checkpoint_record import (
     stored_name,
 )
 from graphport.model_def.config import HeadKind, TransformerConfig
+from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import read_config
+from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
@@ -27,6 +30,7 @@ from graphport.model_def.huggingface_tokenizer import (
 )
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
+from graphport.model_def.sentence_transformers import read_sentence_recipe
 from graphport.model_def.transformer import parameter_shapes
 
 CONFIG_FILE = "config.json"
@@ -73,6 +77,9 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
             f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it, a GGUF file is given itself"
         )
     values = read_json(folder / CONFIG_FILE)
+    family = find_encoder_family(values.get("model_type"))
+    if family is not None:
+        return _load_encoder(folder, values, family, name=name)
     try:
         read_config(values, head="tied")  # refuses the config before the files are looked at
         files = find_weight_files(folder)
@@ -93,6 +100,31 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
         special_tokens=read_special_tokens(folder),
         source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
         notes=(*config_notes, *tie_notes, *files.notes, *dtype_notes, *generation_notes, *tokenizer_notes),
+    )
+
+
+def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily, *, name: str | None) -> Checkpoint:
+    try:
+        config, notes = read_encoder_config(values, family)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
+    config = dataclasses.replace(config, pooling=recipe.pooling)
+    files = find_weight_files(folder)
+    shapes = parameter_shapes(config)
+    names, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes)
+    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
+    return Checkpoint(
+        config=config,
+        weights={ours: files.read(stored) for ours, stored in names.items()},
+        generation=dataclasses.replace(generation, eos_token_ids=()),
+        tokenizer_json=tokenizer_json,
+        chat_template=None,
+        special_tokens=read_special_tokens(folder),
+        source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
+        notes=(*notes, *recipe.notes, *files.notes, *tensor_notes, *generation_notes, *tokenizer_notes),
+        text_limit=recipe.text_limit,
     )
 
 

@@ -1,16 +1,13 @@
-"""config.json of the Hugging Face model types that are read, key by key.
+"""config.json of the Hugging Face decoders that are read, key by key.
 
 In: a parsed config.json. Out: a `TransformerConfig` whose head is still undecided (tensors have a say), and notes.
 Every key is read, on the list of keys that do not change the computation, or refused by name.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import (
-    Activation,
     AttentionConfig,
     BlockConfig,
     FeedForwardConfig,
@@ -18,11 +15,18 @@ from graphport.model_def.config import (
     NormConfig,
     TransformerConfig,
 )
+from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
+from graphport.model_def.huggingface_values import (
+    Values,
+    check_keys,
+    or_default,
+    read_activation,
+    read_flag,
+    read_integer,
+)
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.rotary_parameters import CONFIG_KEYS as ROTARY_KEYS
 from graphport.model_def.rotary_parameters import read_rotary
-
-Values = Mapping[str, Any]  # parsed JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,52 +73,6 @@ _COMMON_KEYS = (
     *ROTARY_KEYS,
 )
 
-# accepted at the values that switch them off, in every family that does not read them
-_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "pretraining_tp": (None, 1),
-    "quantization_config": (None,),
-    "is_encoder_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "auto_map": (None,),
-    "attention_bias": (None, False),
-    "mlp_bias": (None, False),
-    "sliding_window": (None,),
-    "use_sliding_window": (None, False),
-    "rope_interleaved": (None, False),
-    "per_layer_config": (None,),
-    "pruned_heads": (None, {}),
-    "chunk_size_feed_forward": (None, 0),
-    "layer_types": (None,),
-}
-
-# keys that do not change what the model computes
-_IGNORED_KEYS = frozenset(
-    (
-        *("architectures", "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range"),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "classifier_dropout", "name_or_path"),
-        *("_name_or_path", "_attn_implementation", "attn_implementation", "return_dict", "output_hidden_states"),
-        *("output_attentions", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task"),
-        *("task_specific_params", "torchscript", "is_decoder", "unk_token_id", "sep_token_id", "cls_token_id"),
-        *("mask_token_id", "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "tokenizer_class"),
-        *("prefix", "max_length", "min_length", "do_sample", "num_beams", "temperature", "top_k", "top_p", "typical_p"),
-        *("repetition_penalty", "length_penalty", "no_repeat_ngram_size", "num_return_sequences", "early_stopping"),
-        *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "remove_invalid_values", "diversity_penalty"),
-        *("encoder_no_repeat_ngram_size", "num_beam_groups", "exponential_decay_length_penalty"),
-        *("return_dict_in_generate", "output_scores", "tf_legacy_loss", "use_bfloat16", "transformers.js_config"),
-        *("is_llama_config", "unsloth_fixed", "unsloth_version", "_commit_hash", "tie_encoder_decoder"),
-        *("cross_attention_hidden_size", "tie_last_hidden_states"),
-    )
-)
-
-_ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-
 
 def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, list[str]]:
     """The configuration that config.json describes, with `head` as decided, and notes.
@@ -123,17 +81,17 @@ def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, l
     for numbers that no transformer can have.
     """
     family = _family(values.get("model_type"))
-    notes = _check_keys(values, family)
-    num_layers = _integer(values, "num_hidden_layers")
+    notes = check_keys(values, family.model_type, read=(*_COMMON_KEYS, *family.keys))
+    num_layers = read_integer(values, "num_hidden_layers")
     windows = _windows(values, family, num_layers, notes)
     layer_types = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
-    max_positions = _integer(values, "max_position_embeddings")
+    max_positions = read_integer(values, "max_position_embeddings")
     rotary, rotary_notes = read_rotary(values, layer_types=layer_types, max_positions=max_positions)
-    norm = NormConfig(kind="rms", epsilon=_or_default(values, "rms_norm_eps", 1e-6, notes))
+    norm = NormConfig(kind="rms", epsilon=or_default(values, "rms_norm_eps", 1e-6, notes))
     feed_forward = FeedForwardConfig(
-        width=_integer(values, "intermediate_size"),
-        activation=_activation(_or_default(values, "hidden_act", "silu", notes)),
-        bias=_flag(values, "mlp_bias"),
+        width=read_integer(values, "intermediate_size"),
+        activation=read_activation("hidden_act", or_default(values, "hidden_act", "silu", notes)),
+        bias=read_flag(values, "mlp_bias"),
     )
     blocks = tuple(
         BlockConfig(
@@ -144,8 +102,8 @@ def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, l
         for window, layer_type in zip(windows, layer_types, strict=True)
     )
     config = TransformerConfig(
-        vocab_size=_integer(values, "vocab_size"),
-        hidden_size=_integer(values, "hidden_size"),
+        vocab_size=read_integer(values, "vocab_size"),
+        hidden_size=read_integer(values, "hidden_size"),
         max_positions=max_positions,
         blocks=blocks,
         final_norm=norm,
@@ -158,33 +116,15 @@ def _family(model_type: object) -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
-    known = [family.model_type for family in FAMILIES]
+    known = [family.model_type for family in (*FAMILIES, *ENCODER_FAMILIES)]
     raise CheckpointError(f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}")
-
-
-def _check_keys(values: Values, family: Family) -> list[str]:
-    read = {*_COMMON_KEYS, *family.keys}
-    ignored, refused = [], []
-    for key, value in values.items():
-        if key in read:
-            continue
-        if key in _IGNORED_KEYS or value in _NEUTRAL_VALUES.get(key, ()):
-            ignored.append(key)
-        else:
-            refused.append(f"{key} = {value!r:.80}")
-    if refused:
-        raise CheckpointError(
-            f"config.json: keys or values that are not supported for model_type {family.model_type} and may change "
-            f"the computation: {'; '.join(refused)}; remove them only if you know that they do nothing"
-        )
-    return [f"ignored config keys: {', '.join(sorted(ignored))}"] if ignored else []
 
 
 def _attention(
     values: Values, family: Family, *, norm: NormConfig, rotary: RotaryPosition, window: int | None
 ) -> AttentionConfig:
-    num_heads = _integer(values, "num_attention_heads")
-    has_bias = _flag(values, "attention_bias")
+    num_heads = read_integer(values, "num_attention_heads")
+    has_bias = read_flag(values, "attention_bias")
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(values, family, num_heads),
@@ -199,7 +139,7 @@ def _attention(
 
 def _num_kv_heads(values: Values, family: Family, num_heads: int) -> int:
     if values.get("num_key_value_heads") is not None:
-        return _integer(values, "num_key_value_heads", positive=False)
+        return read_integer(values, "num_key_value_heads", positive=False)
     if "num_key_value_heads" in values or family.model_type == "llama":
         return num_heads
     raise CheckpointError(f"config.json: num_key_value_heads is missing; model_type {family.model_type} needs it")
@@ -207,10 +147,10 @@ def _num_kv_heads(values: Values, family: Family, num_heads: int) -> int:
 
 def _head_dim(values: Values, family: Family, num_heads: int) -> int:
     if values.get("head_dim") is not None:
-        return _integer(values, "head_dim")
+        return read_integer(values, "head_dim")
     if "head_dim" not in values and family.default_head_dim is not None:
         return family.default_head_dim
-    hidden_size = _integer(values, "hidden_size")
+    hidden_size = read_integer(values, "hidden_size")
     if hidden_size % num_heads:
         raise CheckpointError(
             f"config.json: hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads}); "
@@ -228,24 +168,24 @@ def _windows(values: Values, family: Family, num_layers: int, notes: list[str]) 
     if listed is None:
         first = 0
         if window is not None and family.window_needs_flag:
-            stated = _or_default(values, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, notes)
-            first = _integer({"max_window_layers": stated}, "max_window_layers", positive=False)
+            stated = or_default(values, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, notes)
+            first = read_integer({"max_window_layers": stated}, "max_window_layers", positive=False)
         return [window if layer >= first else None for layer in range(num_layers)]
     return _listed_windows(family, listed, window=window, num_layers=num_layers)
 
 
 def _window(values: Values, family: Family, notes: list[str]) -> int | None:
     """The window that is switched on, if any: qwen's flag switches it, mistral has no flag."""
-    flag = _flag(values, "use_sliding_window", default=not family.window_needs_flag)
+    flag = read_flag(values, "use_sliding_window", default=not family.window_needs_flag)
     if (family.window_needs_flag and not flag) or values.get("sliding_window", 0) is None:
         return None
-    window: int = _or_default(values, "sliding_window", _DEFAULT_WINDOW, notes)
+    window: int = or_default(values, "sliding_window", _DEFAULT_WINDOW, notes)
     if not flag:
         raise CheckpointError(
             f"config.json: use_sliding_window is false, which model_type {family.model_type} does not read, and "
             f"sliding_window is {window}; set sliding_window to null or remove the flag"
         )
-    return _integer({"sliding_window": window}, "sliding_window")
+    return read_integer({"sliding_window": window}, "sliding_window")
 
 
 def _listed_windows(family: Family, listed: object, *, window: int | None, num_layers: int) -> list[int | None]:
@@ -264,30 +204,3 @@ def _listed_windows(family: Family, listed: object, *, window: int | None, num_l
             "lists full_attention"
         )
     return [window if item == "sliding_attention" else None for item in listed]
-
-
-def _activation(name: object) -> Activation:
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: hidden_act {name!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def _or_default(values: Values, key: str, default: Any, notes: list[str]) -> Any:  # noqa: ANN401 - a JSON value
-    if values.get(key) is not None:
-        return values[key]
-    notes.append(f"{key} is absent; transformers' default {default!r} was taken")
-    return default
-
-
-def _flag(values: Values, key: str, *, default: bool = False) -> bool:
-    value = values.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
-    return default if value is None else value
-
-
-def _integer(values: Values, key: str, *, positive: bool = True) -> int:
-    value = values.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or (positive and value < 1):
-        raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
-    return value

@@ -107,6 +107,87 @@ def _(
     return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 
 
+@torch.library.custom_op("graphport::padded_attention", mutates_args=())
+def padded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    interleaved: bool,
+) -> Tensor:
+    """Bidirectional attention within rows of different lengths.
+
+    query [B, S, N*H]; key, value [B, S, K*H]; lengths int32 [B], a row's real tokens, which come first; cos, sin
+    [P, D/2] or None, for positions 0 .. S-1. softcap 0 is off. Returns the heads joined [B, S, N*H]. Keys and values
+    beyond a row's length reach nothing, whatever they hold; the output there is finite and otherwise unspecified.
+    """
+    length = query.shape[1]
+    queries, keys = split_heads(query, num_heads), split_heads(key, num_kv_heads)
+    if cos is not None and sin is not None:
+        queries = rotate(queries, cos[:length], sin[:length], interleaved=interleaved)
+        keys = rotate(keys, cos[:length], sin[:length], interleaved=interleaved)
+    real = torch.arange(length, device=lengths.device) < lengths[:, None]  # [B, S]
+    written = real[:, None, :, None]
+    attended = attend(
+        queries.where(written, 0),
+        keys.where(written, 0),
+        split_heads(value, num_kv_heads).where(written, 0),
+        visible=real[:, None, None],
+        bias=None,
+        scale=scale,
+        softcap=softcap,
+    )
+    return join_heads(attended).contiguous()
+
+
+@padded_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    softcap: float,
+    interleaved: bool,
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@torch.library.custom_op("graphport::pool", mutates_args=())
+def pool(hidden: Tensor, lengths: Tensor, kind: str) -> Tensor:
+    """One vector a row [B, W] from hidden states [B, S, W] and lengths int32 [B]; kinds as in `PoolingConfig`.
+
+    Computed in float32, returned in the dtype of `hidden`. What lies beyond a row's length may be anything. A row of
+    length 0 gives zeros. (Reimers and Gurevych 2019, section 3.)
+    """
+    length = lengths[:, None]
+    column = torch.arange(hidden.shape[1], device=hidden.device)
+    chosen = {"cls": column < length.clamp(max=1), "last": column == length - 1}.get(kind, column < length)  # [B, S]
+    wide = hidden.to(torch.float32)
+    if kind == "max":
+        largest = wide.masked_fill(~chosen[..., None], float("-inf")).amax(dim=1)
+        return largest.masked_fill(length == 0, 0.0).to(hidden.dtype)
+    total = wide.where(chosen[..., None], 0).sum(dim=1)
+    count = length.clamp(min=1).to(torch.float32)
+    divisor = {"mean": count, "mean_sqrt": count.sqrt()}.get(kind, torch.ones_like(count))
+    return (total / divisor).to(hidden.dtype)
+
+
+@pool.register_fake
+def _(hidden: Tensor, lengths: Tensor, kind: str) -> Tensor:
+    return hidden.new_empty((hidden.shape[0], hidden.shape[2]))
+
+
 def attend(
     queries: Tensor,
     keys: Tensor,

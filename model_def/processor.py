@@ -1,25 +1,31 @@
-"""What of the processor decides which kernels a CPU library chooses.
+"""What decides how ONNX Runtime's CPU kernels pack weights: the machine's instruction sets.
 
-In: the machine. Out: one line. Two processors with the same line run the same code for the same graph.
+In: nothing. Out: a short text, equal on machines that pack alike. It measures nothing.
 """
 
 import platform
 from pathlib import Path
 
-# The features that ONNX Runtime's matrix kernels (MLAS) ask for when they choose their code.
-_FEATURES = (
-    *("sse4_1", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"),
-    *("avx_vnni", "avx_vnni_int8", "avx512_bf16", "amx_int8", "amx_bf16"),
-    *("asimddp", "asimdhp", "i8mm", "bf16", "sve", "sme"),
-)
-_CPU_INFO = Path("/proc/cpuinfo")
+# Instruction sets that the kernels of ONNX Runtime 1.31 choose by (MLAS): of x86-64 and of ARM.
+_PREFIXES = ("avx", "fma", "f16c", "amx", "asimd", "sve", "sme", "i8mm", "bf16")
 
 
-def processor_kind(cpu_info: Path = _CPU_INFO) -> str:
-    """Machine type and features, such as "x86_64 avx avx2 fma"; without Linux's list, what the system calls it."""
-    if not cpu_info.is_file():
+def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Architecture and instruction sets, such as "x86_64 avx avx2 f16c fma".
+
+    Raises OSError where the system does not tell (it is Linux that does).
+    """
+    flags: set[str] = set()
+    for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, values = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            flags |= {value for value in values.split() if value.startswith(_PREFIXES)}
+    return " ".join([platform.machine(), *sorted(flags)])
+
+
+def describe_processor() -> str:
+    """`processor_kind`, or what the system calls the processor where it does not tell its instruction sets."""
+    try:
+        return processor_kind()
+    except OSError:
         return f"{platform.machine()} {platform.processor()}".strip()
-    lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
-    listed = next((line for line in lines if line.split(":")[0].strip().lower() in ("flags", "features")), "")
-    features = set(listed.partition(":")[2].split())
-    return " ".join([platform.machine(), *(name for name in _FEATURES if name in features)])

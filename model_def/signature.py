@@ -3,8 +3,8 @@
 In: a configuration. Out: `Signature`, `Manifest` and their JSON. The only place that knows these names; it reads
 no graph and opens no session.
 
-Symbolic dimensions: `batch` rows, `sequence` new tokens a row, `capacity` tokens the cache has room for, `rows`
-hidden states asked for.
+Symbolic dimensions: `batch` rows, `sequence` new tokens a row (of an encoder: the longest row's), `capacity` tokens the
+cache has room for, `rows` hidden states asked for.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
 
+Kind = Literal["decoder", "encoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
@@ -28,6 +29,9 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FUSIONS_FILE = "fusions.json"
 CERTIFICATE_FILE = "certificate.json"
+BARE_GRAPH_FILE = "bare_graph.onnx"  # the graph without the minima of its blocks: what the runtime packs, never runs
+PREPARED_FOLDER = "prepared"  # the graph packed for one processor: made on the machine that runs it
+PREPARED_FILE = "prepared.json"
 
 INPUT_IDS = "input_ids"
 SEQLENS_K = "seqlens_k"
@@ -39,8 +43,16 @@ TOP_IDS = "top_ids"
 LOG_TOTAL = "log_total"
 GREEDY_IDS = "greedy_ids"
 NEXT_SEQLENS_K = "next_seqlens_k"
+LENGTHS = "lengths"
+TOKEN_TYPE_IDS = "token_type_ids"
+HIDDEN_STATES = "hidden_states"
+EMBEDDINGS = "embeddings"
 
 NUM_CANDIDATES = 64  # of a row, at most: what comes to the host when an id is sampled
+
+
+# A matrix of 4- or 8-bit blocks in the graph: `<name>_q4` or `_q8`, and beside it, by suffix in place of that:
+SCALES, ZERO_POINTS, MINIMA, MINIMA_TRANSPOSED = "_scales", "_zero_points", "_minima", "_minima_transposed"
 
 
 class ManifestError(ValueError):
@@ -132,6 +144,27 @@ def sample_outputs(config: TransformerConfig) -> tuple[TensorSpec, ...]:
     )
 
 
+def encoder_signature(config: TransformerConfig) -> Signature:
+    """Inputs and outputs of an encoder.
+
+    `input_ids` int64 [batch, sequence]; `lengths` int32 [batch], the real tokens of each row, which come first (padding
+    before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
+    `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
+    [batch, hidden] where it pools, not normalised.
+    """
+    inputs = [
+        TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
+        TensorSpec(name=LENGTHS, dtype="int32", shape=("batch",)),
+    ]
+    if config.token_types > 1:
+        inputs.append(TensorSpec(name=TOKEN_TYPE_IDS, dtype="int64", shape=("batch", "sequence")))
+    width = config.hidden_size
+    outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", "sequence", width))]
+    if config.pooling is not None:
+        outputs.append(TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", width)))
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """Size in bytes and SHA-256 (hex) of one file of a bundle."""
@@ -156,12 +189,12 @@ class GenerationDefaults:
 class Manifest:
     """What a bundle is: everything the runtime needs besides the graph, weights and tokenizer files.
 
-    `max_length` is the longest total length (prompt + new tokens) the graph can serve. `source` describes where the
-    weights came from (format, name, SHA-256).
+    `max_length` is the longest total length (prompt + new tokens; of an encoder: the longest text) the graph can serve.
+    `source` describes where the weights came from (format, name, SHA-256).
     """
 
     graphport_version: str
-    kind: Literal["decoder"]
+    kind: Kind
     target: str
     precision: str
     max_length: int
@@ -183,9 +216,9 @@ class Manifest:
         return any(spec.name == GREEDY_IDS for spec in self.signature.outputs)
 
     @property
-    def cache_dtype(self) -> DType:
-        """Element type of the KV cache buffers."""
-        return next(spec.dtype for spec in self.signature.inputs if spec.name == past_key(0))
+    def cache_dtype(self) -> DType | None:
+        """Element type of the KV cache buffers; None for an encoder, which has none."""
+        return next((spec.dtype for spec in self.signature.inputs if spec.name == past_key(0)), None)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -238,8 +271,12 @@ def _require_plausible(manifest: Manifest) -> None:
     for name, text in (texts | {"precision": manifest.precision} | manifest.source).items():
         if not isinstance(text, str):
             raise ValueError(f"{name} must be text, got {text!r}")
-    if manifest.kind != "decoder":
-        raise ValueError(f"kind must be decoder, got {manifest.kind!r}")
+    if manifest.kind not in get_args(Kind):
+        raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {manifest.kind!r}")
+    if (manifest.kind == "decoder") != config.is_causal:
+        raise ValueError(
+            f"kind is {manifest.kind}, but the configuration is {'' if config.is_causal else 'not '}causal"
+        )
     if not _is_count(manifest.max_length) or not 1 <= manifest.max_length <= config.max_positions:
         raise ValueError(
             f"max_length must be a whole number from 1 to max_positions ({config.max_positions}), "

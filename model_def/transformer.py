@@ -59,28 +59,47 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        width = config.embedding_width or config.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, width)
         self.position: nn.Embedding | None = None
         if isinstance(config.position, LearnedPosition):
             rows = config.position.max_positions + config.position.offset
-            self.position = nn.Embedding(rows, config.hidden_size)
+            self.position = nn.Embedding(rows, width)
+        self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
+        self.embedding_norm = Norm(config.embedding_norm, width) if config.embedding_norm else None
+        self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
         self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.head: Head | None = Head(config) if config.head != "none" else None
 
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        padding: Tensor | None = None,
+        bias: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
-        `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S].
+        `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
+        `token_types` int64 [B, S], all 0 by default.
         Learned and sinusoidal positions count the real tokens of each row; rotary ones are distances and need not.
         """
-        return self.read_out(self.run_blocks(input_ids, padding=padding, bias=bias))
+        return self.read_out(self.run_blocks(input_ids, padding=padding, bias=bias, token_types=token_types))
 
-    def run_blocks(self, input_ids: Tensor, *, padding: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def run_blocks(
+        self,
+        input_ids: Tensor,
+        *,
+        padding: Tensor | None = None,
+        bias: Tensor | None = None,
+        token_types: Tensor | None = None,
+    ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
         length = input_ids.shape[1]
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
-        x = self.embed(input_ids, positions)
+        x = self.embed(input_ids, positions, token_types)
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
             attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
             x = block.after_attention(x, attended)
@@ -91,8 +110,11 @@ class Transformer(nn.Module):
         """The blocks, typed."""
         return cast("list[Block]", list(self.blocks))
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Ids [B, S] at `positions` [S] or [B, S] to the residual stream [B, S, W]."""
+    def embed(self, input_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
+        """Ids [B, S] at `positions` [S] or [B, S], of `token_types` [B, S] (None: 0), to the residual stream [B, S, W].
+
+        Token types are added last: that sum and the norm after it are one kernel.
+        """
         x = self.embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             # the factor is rounded to the weights' precision, as the checkpoints were trained
@@ -100,8 +122,14 @@ class Transformer(nn.Module):
         if self.position is not None and isinstance(self.config.position, LearnedPosition):
             x = x + self.position(positions + self.config.position.offset)
         elif isinstance(self.config.position, SinusoidalPosition):
-            table = sinusoidal_table(self.config.position.max_positions, self.config.hidden_size)
+            table = sinusoidal_table(self.config.position.max_positions, x.shape[-1])
             x = x + table[positions].to(x.dtype)
+        if self.token_type is not None:
+            x = x + (self.token_type.weight[0] if token_types is None else self.token_type(token_types))
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        if self.embedding_projection is not None:
+            x = self.embedding_projection(x)
         return x  # type: ignore[no-any-return]  # nn.Module returns Any
 
     def read_out(self, x: Tensor) -> Tensor:

@@ -1,27 +1,48 @@
-"""Bundle in, tokens out, on ONNX Runtime. Nothing here imports torch or onnx."""
+"""Bundle in, tokens or embeddings out, on ONNX Runtime. Nothing here imports torch or onnx."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.encoder import Encoder, load_encoder
     from graphport.runtime.generation_output import GenerationOutput
-    from graphport.runtime.language_model import LanguageModel, load
+    from graphport.runtime.language_model import LanguageModel, load_language_model
+    from graphport.runtime.loading import load
+    from graphport.runtime.preparation import Prepared, prepare
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.session import Session
 
-__all__ = ["GenerationOutput", "LanguageModel", "SamplingParams", "Session", "StreamEvent", "load", "open_bundle"]
+__all__ = [
+    "Encoder",
+    "GenerationOutput",
+    "LanguageModel",
+    "Prepared",
+    "SamplingParams",
+    "Session",
+    "StreamEvent",
+    "load",
+    "load_encoder",
+    "load_language_model",
+    "open_bundle",
+    "prepare",
+]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
+    "Encoder": "graphport.runtime.encoder",
     "GenerationOutput": "graphport.runtime.generation_output",
     "LanguageModel": "graphport.runtime.language_model",
+    "Prepared": "graphport.runtime.preparation",
     "SamplingParams": "graphport.runtime.sampling_params",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
-    "load": "graphport.runtime.language_model",
+    "load": "graphport.runtime.loading",
+    "load_encoder": "graphport.runtime.encoder",
+    "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
+    "prepare": "graphport.runtime.preparation",
 }
 
 

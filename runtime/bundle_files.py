@@ -6,6 +6,7 @@ nothing (`graphport verify` does) and does not guard against files that change b
 
 import os
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from graphport.model_def.signature import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     WEIGHTS_FILE,
+    FileRecord,
     Manifest,
     ManifestError,
     read_manifest,
 )
-from graphport.runtime.graph_file import GraphHeader, read_graph_header
+from graphport.runtime.graph_file import GraphHeader, Place, read_graph_header
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +57,23 @@ def open_bundle(path: str | os.PathLike[str]) -> BundleFiles:
     manifest = read_manifest(folder)
     if GRAPH_FILE not in manifest.files:
         raise ManifestError(f"{folder / MANIFEST_FILE} lists no {GRAPH_FILE}; export the bundle again")
-    for name, record in manifest.files.items():
-        _check_file(folder, name, record.size)
-    graph = folder / GRAPH_FILE
-    header = read_graph_header(graph)
-    weights = manifest.files.get(WEIGHTS_FILE)
-    for location, offset, length in header.external:
-        _check_location(graph, location, offset, length, None if weights is None else weights.size)
+    graph, header = check_graph(folder, GRAPH_FILE, manifest.files)
     return BundleFiles(folder=folder, graph=graph, manifest=manifest, header=header)
+
+
+def check_graph(folder: Path, name: str, files: Mapping[str, FileRecord]) -> tuple[Path, GraphHeader]:
+    """Check the `files` in `folder`, and that the graph called `name` among them reads nothing else.
+
+    Raises ManifestError when a file is missing or changed, ValueError for what must not be read.
+    """
+    for file, record in files.items():
+        _check_file(folder, file, record.size)
+    graph = folder / name
+    header = read_graph_header(graph)
+    weights = files.get(WEIGHTS_FILE)
+    for place in header.external:
+        _check_place(graph, place, None if weights is None else weights.size)
+    return graph, header
 
 
 def _check_file(folder: Path, name: str, size: int) -> None:
@@ -91,15 +102,16 @@ def _check_file(folder: Path, name: str, size: int) -> None:
         )
 
 
-def _check_location(graph: Path, location: str, offset: int, length: int | None, size: int | None) -> None:
-    if location != WEIGHTS_FILE:
+def _check_place(graph: Path, place: Place, size: int | None) -> None:
+    if place.location != WEIGHTS_FILE:
         raise ValueError(
-            f"{graph} reads tensor data from {location!r}; a bundle's graph may read only its own {WEIGHTS_FILE}"
+            f"{graph} reads tensor data from {place.location!r}; a bundle's graph may read only its own {WEIGHTS_FILE}"
         )
     if size is None:
         raise ManifestError(f"{graph} needs {WEIGHTS_FILE}, which the manifest does not list; export the bundle again")
-    end = offset + (length or 0)
-    if offset < 0 or (length or 0) < 0 or end > size:
+    length = place.length or 0
+    if place.offset < 0 or length < 0 or place.offset + length > size:
         raise ValueError(
-            f"{graph} reads bytes {offset} to {end} of {WEIGHTS_FILE}, which has {size}; export the bundle again"
+            f"{graph} reads bytes {place.offset} to {place.offset + length} of {WEIGHTS_FILE}, which has {size}; "
+            "export the bundle again"
         )

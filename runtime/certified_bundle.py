@@ -10,7 +10,7 @@ import onnxruntime
 
 from graphport.model_def.certificate import Certificate, CertificateError, Surroundings, read_certificate
 from graphport.model_def.file_hashes import hash_file
-from graphport.model_def.processor import processor_kind
+from graphport.model_def.processor import describe_processor
 from graphport.model_def.signature import Manifest
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import Device
@@ -29,7 +29,9 @@ def changed_files(folder: Path, manifest: Manifest) -> list[str]:
 
 def surroundings(device: Device) -> Surroundings:
     """What would run a session on `device` here."""
-    return Surroundings(provider=_PROVIDERS[device], onnxruntime=onnxruntime.__version__, processor=processor_kind())
+    return Surroundings(
+        provider=_PROVIDERS[device], onnxruntime=onnxruntime.__version__, processor=describe_processor()
+    )
 
 
 def require_certified(bundle: BundleFiles) -> Certificate:

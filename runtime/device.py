@@ -52,11 +52,15 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRequest:
-    """Where a caller wants to run. `device_id` and `provider_options` are for CUDA alone."""
+    """Where a caller wants to run. `device_id` and `provider_options` are for CUDA alone.
+
+    `prepared`: on the CPU, take the graph that was packed for this processor, if there is one.
+    """
 
     wish: DeviceWish = "auto"
     device_id: int = 0
     provider_options: Mapping[str, OptionValue] | None = None
+    prepared: bool = True
 
     def __post_init__(self) -> None:
         if self.wish not in get_args(DeviceWish):

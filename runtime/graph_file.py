@@ -7,11 +7,12 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from graphport.model_def.signature import DType, ManifestError
 
 # Field numbers of onnx.proto3 by message: which fields hold which message. Only what leads to a tensor or a node.
-_MESSAGES: dict[str, dict[int, str]] = {
+MESSAGES: dict[str, dict[int, str]] = {
     "model": {7: "graph", 8: "opset", 20: "training", 25: "function"},
     "graph": {1: "node", 5: "tensor", 15: "sparse"},
     "function": {7: "node", 9: "opset", 11: "attribute"},
@@ -24,8 +25,9 @@ _MESSAGES: dict[str, dict[int, str]] = {
 _IR_VERSION, _OPSET_DOMAIN, _OPSET_VERSION = 1, 1, 2
 _NODE_INPUT, _NODE_OP_TYPE, _NODE_ATTRIBUTE, _NODE_DOMAIN = 1, 4, 5, 7
 _ATTRIBUTE_NAME, _ATTRIBUTE_INTEGER = 1, 3
-_TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW, _TENSOR_ENTRY = 2, 8, 9, 13
-_ENTRY_KEY, _ENTRY_VALUE = 1, 2
+_TENSOR_TYPE, _TENSOR_NAME, _TENSOR_RAW, TENSOR_ENTRY = 2, 8, 9, 13
+ENTRY_KEY, ENTRY_VALUE = 1, 2
+PACKED = "prepacked_"  # begins the keys of entries about packed weights
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
@@ -50,12 +52,25 @@ class NodeHeader:
         return index < len(self.inputs) and self.inputs[index] != ""
 
 
+class Place(NamedTuple):
+    """Where bytes lie: the file beside the graph (None: in the graph), and `length` None where none is stated."""
+
+    location: str | None
+    offset: int
+    length: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHeader:
-    """Element type (number of onnx.proto3) and bytes of a stored tensor; small ones in typed fields count as 0."""
+    """Element type (number of onnx.proto3) and bytes of a stored tensor; small ones in typed fields count as 0.
+
+    `place` is where its bytes lie (None in typed fields), `packed` where what ONNX Runtime packed of it lies.
+    """
 
     element_type: int
     num_bytes: int
+    place: Place | None = None
+    packed: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +83,7 @@ class GraphHeader:
 
     ir_version: int
     opsets: dict[str, int]
-    external: tuple[tuple[str, int, int | None], ...]
+    external: tuple[Place, ...]
     nodes: tuple[NodeHeader, ...]
     tensors: dict[str, TensorHeader]
 
@@ -96,7 +111,7 @@ def read_graph_header(path: Path) -> GraphHeader:
 
 def _header(data: mmap.mmap) -> GraphHeader:
     opsets: dict[str, int] = {}
-    external: list[tuple[str, int, int | None]] = []
+    external: list[Place] = []
     nodes: list[NodeHeader] = []
     tensors: dict[str, TensorHeader] = {}
     ir_version = 0
@@ -106,13 +121,14 @@ def _header(data: mmap.mmap) -> GraphHeader:
         if message == "node":
             nodes.append(_node(data, start, end))
         elif message == "tensor":
-            name, tensor, place = _tensor(data, start, end)
+            name, tensor = _tensor(data, start, end)
             tensors |= {name: tensor} if name else {}
-            external += [place] if place else []
+            places = (tensor.place, *tensor.packed)
+            external += [place for place in places if place is not None and place.location is not None]
         for number, value in _fields(data, start, end):
             if message == "model" and number == _IR_VERSION and isinstance(value, int):
                 ir_version = value
-            kind = _MESSAGES[message].get(number)
+            kind = MESSAGES[message].get(number)
             if kind is None or isinstance(value, int):
                 continue
             if kind == "opset":
@@ -156,49 +172,88 @@ def _node(data: mmap.mmap, start: int, end: int) -> NodeHeader:
     )
 
 
-def _tensor(data: mmap.mmap, start: int, end: int) -> tuple[str, TensorHeader, tuple[str, int, int | None] | None]:
-    """Name, type and size of a tensor, and its place outside the file if it lies there."""
+def _tensor(data: mmap.mmap, start: int, end: int) -> tuple[str, TensorHeader]:
+    """Name of a tensor, and its type, size and places."""
     entries: dict[str, str] = {}
     single: _Fields = {}
     for number, value in _fields(data, start, end):
-        if number == _TENSOR_ENTRY and isinstance(value, tuple):
+        if number == TENSOR_ENTRY and isinstance(value, tuple):
             pair: _Fields = dict(_fields(data, *value))
-            entries[_text(data, pair[_ENTRY_KEY])] = _text(data, pair[_ENTRY_VALUE])
+            entries[_text(data, pair[ENTRY_KEY])] = _text(data, pair[ENTRY_VALUE])
         else:
             single[number] = value
     element_type, raw = single.get(_TENSOR_TYPE, 0), single.get(_TENSOR_RAW)
     length = int(entries["length"]) if "length" in entries else None
     stored = raw[1] - raw[0] if isinstance(raw, tuple) else 0
+    location = entries.get("location", "")
+    place = Place(location, int(entries.get("offset", "0")), length) if entries else None
+    if isinstance(raw, tuple):
+        place = Place(None, raw[0], stored)
+    packed = [text for key, text in entries.items() if key.startswith(PACKED)]
     header = TensorHeader(
         element_type=element_type if isinstance(element_type, int) else 0,
         num_bytes=stored if length is None else length,
+        place=place,
+        packed=tuple(place for text in packed for place in _packed(location, text)),
     )
-    place = (entries.get("location", ""), int(entries.get("offset", "0")), length) if entries else None
-    return _text(data, single.get(_TENSOR_NAME)), header, place
+    return _text(data, single.get(_TENSOR_NAME)), header
+
+
+def _packed(location: str, entry: str) -> Iterator[Place]:
+    """Places in an entry "key|offset;length;checksum|offset;..." that ONNX Runtime writes for packed weights."""
+    for part in entry.split("|")[1:]:
+        offset, length, *_ = part.split(";")
+        yield Place(location, int(offset), int(length))
+
+
+class RawField(NamedTuple):
+    """One field of a protobuf message: its number, all its bytes, and those within if it is length-delimited."""
+
+    number: int
+    raw: bytes
+    payload: bytes | None
+
+
+def raw_fields(data: bytes) -> Iterator[RawField]:
+    """Fields of one protobuf message, in order. Raises ValueError, IndexError when it is none."""
+    for number, value, start, end in _spans(data, 0, len(data)):
+        payload = data[value[0] : value[1]] if isinstance(value, tuple) else None
+        yield RawField(number, data[start:end], payload)
 
 
 def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
     """Fields of one protobuf message: (number, varint) or (number, (start, end)) of a length-delimited one."""
+    for number, value, _, _ in _spans(data, start, end):
+        if value is not None:
+            yield number, value
+
+
+def _spans(
+    data: mmap.mmap | bytes, start: int, end: int
+) -> Iterator[tuple[int, int | tuple[int, int] | None, int, int]]:
+    """Number, value (None of fixed width), start and end of every field of one protobuf message."""
     position = start
     while position < end:
+        begin = position
         tag, position = _varint(data, position)
         wire = tag & 7
+        value: int | tuple[int, int] | None = None
         if wire == _VARINT:
             value, position = _varint(data, position)
-            yield tag >> 3, value
         elif wire == _BYTES:
             length, position = _varint(data, position)
             if position + length > end:
                 raise ValueError("a field runs past the end")
-            yield tag >> 3, (position, position + length)
+            value = (position, position + length)
             position += length
         elif wire in (_FIXED64, _FIXED32):
             position += 8 if wire == _FIXED64 else 4
         else:
             raise ValueError(f"wire type {wire}")
+        yield tag >> 3, value, begin, position
 
 
-def _varint(data: mmap.mmap, position: int) -> tuple[int, int]:
+def _varint(data: mmap.mmap | bytes, position: int) -> tuple[int, int]:
     value = shift = 0
     while True:
         byte = data[position]

@@ -1,7 +1,8 @@
 """Which graphs a provider of ONNX Runtime 1.31 cannot run, decided from their nodes before a session is opened.
 
-In: a graph's header and the cache's type. Out: the reason in words, or None. Why it is decided here: some kernels take
-a node and fail when it is run, some compute hundreds of times slower than they could, some move to the CPU unnoticed.
+In: a graph's header and the cache's type (None: no cache). Out: the reason in words, or None. Why it is decided here:
+some kernels take a node and fail when it is run, some compute hundreds of times slower than they could, some move to
+the CPU unnoticed.
 """
 
 from graphport.model_def.signature import DType
@@ -17,7 +18,7 @@ _SLOW_BITS = (2, 8)
 _INT8_ACTIVATIONS = 4
 
 
-def kernel_limit(header: GraphHeader, cache_dtype: DType, device: Device) -> str | None:
+def kernel_limit(header: GraphHeader, cache_dtype: DType | None, device: Device) -> str | None:
     """Why `device` cannot run the graph, or not at a useful speed; None when it can."""
     return _cuda_limit(header) if device == "cuda" else _cpu_limit(header, cache_dtype)
 
@@ -28,10 +29,10 @@ def _cuda_limit(header: GraphHeader) -> str | None:
     return None
 
 
-def _cpu_limit(header: GraphHeader, cache_dtype: DType) -> str | None:
+def _cpu_limit(header: GraphHeader, cache_dtype: DType | None) -> str | None:
     if header.float_type == "bfloat16":
         return "it computes in bfloat16, for which the CPU has no kernels"
-    if cache_dtype.startswith("float8"):
+    if cache_dtype is not None and cache_dtype.startswith("float8"):
         return f"its KV cache is {cache_dtype}, which the CPU's {_ATTENTION} does not read"
     if any(node.has_input(_QUERY_NORM) or node.has_input(_KEY_NORM) for node in header.nodes_of(_ATTENTION)):
         return f"its {_ATTENTION} norms query and key heads itself, which only CUDA's does"

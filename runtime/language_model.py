@@ -35,27 +35,29 @@ from graphport.runtime.tokenizer import Tokenizer
 Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
 
 PREFILL_CHUNK = 512
+DECODER_BATCH = 8
 
 _Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
 
-def load(
+def load_language_model(
     bundle: str | os.PathLike[str],
     *,
     device: DeviceWish = "auto",
     device_id: int = 0,
     provider_options: abc.Mapping[str, OptionValue] | None = None,
-    max_batch: int = 8,
+    max_batch: int = DECODER_BATCH,
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
+    prepared: bool = True,
     strict: bool = False,
 ) -> "LanguageModel":
-    """Open a bundle.
+    """Open a decoder's bundle.
 
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
@@ -63,8 +65,11 @@ def load(
     the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
     captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
     cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
-    strict: refuse changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified.
-    Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, ValueError.
+    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
+    strict: refuse changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the
+    graph runs as it was certified, not as packed for this processor.
+    Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's
+    bundle.
     """
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
@@ -79,6 +84,7 @@ def load(
         prefill_chunk=prefill_chunk,
         cuda_graphs=cuda_graphs,
         stream=stream,
+        prepared=prepared and not strict,
     )
     if certificate is not None:
         require_same_surroundings(certificate, files.folder, lm.device)
@@ -102,13 +108,18 @@ class LanguageModel:
         device: DeviceWish = "auto",
         device_id: int = 0,
         provider_options: abc.Mapping[str, OptionValue] | None = None,
-        max_batch: int = 8,
+        max_batch: int = DECODER_BATCH,
         max_length: int | None = None,
         threads: int | None = None,
         prefill_chunk: int = PREFILL_CHUNK,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
+        if bundle.manifest.kind != "decoder":
+            raise ValueError(
+                f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
+            )
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
@@ -130,11 +141,13 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         self.vocab_size = session.vocab_size
         self.threads = session.threads
+        self.is_prepared = session.is_prepared
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options

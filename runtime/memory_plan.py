@@ -37,7 +37,7 @@ class ModelSizes:
     """What decides a model's memory on one device.
 
     weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
-    type of activations. cache_bytes_per_token: of one row. fused_attention: whether GroupQueryAttention computes it.
+    type of activations. cache_bytes_per_token: of one row. fused_attention: whether one kernel a layer computes it.
     samples: whether the graph reduces its logits.
     repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
     takes while the session is opened.
@@ -144,7 +144,7 @@ def _weights(sizes: ModelSizes) -> int:
 
 def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
     config = sizes.config
-    tokens = max(min(limits.prefill_chunk, limits.max_length), limits.max_batch)
+    tokens = _tokens_at_once(sizes, limits)
     element = _activation_bytes(sizes)
     layer = max(_layer_elements(config.hidden_size, block) for block in config.blocks)
     attention = max(_attention_bytes(sizes, block.attention, limits) for block in config.blocks)
@@ -155,15 +155,29 @@ def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
 
 
 def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
-    """The logits that a step gives; a larger tensor is taken before the smaller is let go, which on the CPU is free."""
+    """The logits that a step gives, or an encoder's hidden states.
+
+    A larger tensor of logits is taken before the smaller is let go, which on the CPU is free.
+    """
+    if not sizes.config.is_causal:
+        return _tokens_at_once(sizes, limits) * sizes.config.hidden_size * ELEMENT_BYTES["float32"]
     rows = _logits_rows(sizes, limits) * (2 if sizes.device == "cuda" else 1)
     return rows * sizes.config.vocab_size * ELEMENT_BYTES["float32"]
 
 
 def _logits_rows(sizes: ModelSizes, limits: RunLimits) -> int:
-    """Rows of logits at once: a token of each row, or a piece of a text that is scored."""
+    """Rows of logits at once: a token of each row, or a piece of a text that is scored; of an encoder none."""
+    if not sizes.config.is_causal:
+        return 0
     piece = max(1, SCORING_BYTES // (ELEMENT_BYTES["float32"] * sizes.config.vocab_size))
     return max(limits.max_batch, min(limits.prefill_chunk, limits.max_length, piece))
+
+
+def _tokens_at_once(sizes: ModelSizes, limits: RunLimits) -> int:
+    """Tokens of the largest step: a chunk of a prompt or a token of each row, and of an encoder all rows whole."""
+    if not sizes.config.is_causal:
+        return limits.max_batch * limits.max_length
+    return max(min(limits.prefill_chunk, limits.max_length), limits.max_batch)
 
 
 def _activation_bytes(sizes: ModelSizes) -> int:
@@ -182,8 +196,7 @@ def _layer_elements(hidden: int, block: BlockConfig) -> int:
 
 def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunLimits) -> int:
     """Buffers of one layer's attention: scores [N, S, T], keys and values widened or expanded to N heads."""
-    chunk = min(limits.prefill_chunk, limits.max_length)
-    queries = max(chunk, limits.max_batch)  # a chunk of one row, or a token of each
+    queries = _tokens_at_once(sizes, limits)
     element = _activation_bytes(sizes)
     scores = attention.num_heads * queries * limits.max_length * ELEMENT_BYTES["float32"]
     expanded = 2 * attention.num_heads * attention.head_dim * limits.max_length * element
@@ -192,6 +205,8 @@ def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunL
     if sizes.device == "cpu":
         is_blockwise = sizes.float_type == "float32" and attention.softcap is None
         return 0 if is_blockwise else scores
+    if not attention.causal:  # the unfused kernel's scores, where no other takes the head size
+        return scores
     widened = expanded * attention.num_kv_heads // attention.num_heads * limits.max_batch
     return expanded + (widened if sizes.cache_dtype != sizes.float_type else 0)
 

@@ -9,7 +9,7 @@ from graphport.runtime.graph_file import GraphHeader, NodeHeader
 from graphport.runtime.memory import cache_bytes_per_token, cache_specs
 from graphport.runtime.memory_plan import ModelSizes
 
-_ATTENTION, _PRODUCT = "GroupQueryAttention", "MatMulNBits"
+_ATTENTIONS, _PRODUCT = ("GroupQueryAttention", "MultiHeadAttention"), "MatMulNBits"
 
 # The compact GEMM of MatMulNBits on CUDA times its variants on products of this many rows when a session is opened.
 _TIMED_ROWS = 2048
@@ -25,9 +25,9 @@ def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = Fal
         weights=bundle.weights_bytes,
         blocks=_num_bytes(header, blocks),
         float_type=header.float_type,
-        cache_dtype=bundle.manifest.cache_dtype,
+        cache_dtype=bundle.manifest.cache_dtype or header.float_type,
         cache_bytes_per_token=cache_bytes_per_token(cache_specs(bundle.manifest)),
-        fused_attention=len(header.nodes_of(_ATTENTION)) >= bundle.manifest.config.num_layers,
+        fused_attention=sum(len(header.nodes_of(op)) for op in _ATTENTIONS) >= bundle.manifest.config.num_layers,
         samples=bundle.manifest.samples_on_device,
         repacked=_num_bytes(header, blocks & _read_elsewhere(header)) if compact_gemm else 0,
         timing=max(map(_timing_bytes, header.nodes_of(_PRODUCT)), default=0) if compact_gemm else 0,

@@ -8,10 +8,12 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import onnxruntime
 
+from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.cuda_libraries import note_missing_cudnn
@@ -23,6 +25,7 @@ from graphport.runtime.device import (
     DeviceError,
     DeviceRequest,
     choose_device,
+    default_threads,
     open_inference_session,
 )
 from graphport.runtime.kernel_limits import kernel_limit
@@ -30,6 +33,7 @@ from graphport.runtime.kv_cache import FIRST_CAPACITY
 from graphport.runtime.memory import MIB, free_memory, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
+from graphport.runtime.prepared import find_prepared, probe_problem
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
 # would otherwise be stored twice (an unfolded Reshape costs nothing).
@@ -51,13 +55,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedGraph:
-    """A session, where it runs, the plan of its memory, and the options that its provider took (none on the CPU)."""
+    """A session, where it runs, the plan of its memory, and the options that its provider took (none on the CPU).
+
+    `is_prepared`: whether it is the graph that was packed for this processor.
+    """
 
     session: Any
     device: Device
     device_id: int
     plan: MemoryPlan
     provider_options: Mapping[str, str]
+    is_prepared: bool = False
 
 
 def open_graph(
@@ -84,8 +92,51 @@ def open_graph(
         level = logging.WARNING if bundle.manifest.target == "cuda" else logging.INFO
         _log.log(level, "device auto: cpu (%s)", reason)
     plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU")
-    session = _open(bundle, "cpu", {}, threads=threads)
-    return OpenedGraph(session=session, device="cpu", device_id=0, plan=plan, provider_options={})
+    session = _open_prepared(bundle, threads=threads) if request.prepared else None
+    return OpenedGraph(
+        session=session or _open(bundle, "cpu", {}, threads=threads),
+        device="cpu",
+        device_id=0,
+        plan=plan,
+        provider_options={},
+        is_prepared=session is not None,
+    )
+
+
+def _open_prepared(bundle: BundleFiles, *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
+    """The graph packed for this processor, if there is one and it computes what it did; else None, and a log line."""
+    if bundle.manifest.target != "cpu" or bundle.manifest.kind != "decoder":
+        return None
+    found = find_prepared(bundle)
+    if isinstance(found, str):
+        would_gain = BARE_GRAPH_FILE in bundle.manifest.files or (bundle.folder / PREPARED_FOLDER).exists()
+        _log.log(logging.INFO if would_gain else logging.DEBUG, "%s runs as exported: %s", bundle.folder, found)
+        return None
+    graph, probe = found
+    try:
+        session = cpu_session(graph, threads=threads)
+        problem = probe_problem(session, probe)
+    except ORT_ERRORS as error:
+        problem = " ".join(str(error).split())
+    if problem is None:
+        return session
+    _log.warning(
+        "%s runs as exported, not as prepared for this processor: %s; `graphport prepare %s` makes it anew",
+        bundle.folder,
+        problem,
+        bundle.folder,
+    )
+    return None
+
+
+def cpu_session(
+    graph: Path, *, threads: int | None = None, entries: Mapping[str, str] | None = None, save_to: Path | None = None
+) -> Any:  # noqa: ANN401 - ORT is untyped
+    """An ONNX Runtime session on the CPU; `save_to` receives the optimised graph. Raises ONNX Runtime's errors."""
+    options = _session_options(default_threads() if threads is None else threads, entries or {})
+    if save_to is not None:
+        options.optimized_model_filepath = str(save_to)
+    return open_inference_session(graph, options, "cpu", {})
 
 
 def _open_on_cuda(
@@ -179,12 +230,7 @@ def _checked_plan(bundle: BundleFiles, device: Device, limits: RunLimits, free: 
 
 
 def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, str], *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
-    for key, value in (_SESSION_ENTRIES | (_CUDA_ENTRIES if device == "cuda" else {})).items():
-        options.add_session_config_entry(key, value)
+    options = _session_options(threads, _CUDA_ENTRIES if device == "cuda" else {})
     try:
         return open_inference_session(bundle.graph, options, device, provider_options)
     except ORT_ERRORS as error:
@@ -195,3 +241,13 @@ def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, st
             f"ONNX Runtime {onnxruntime.__version__} cannot open {bundle.graph} (IR version "
             f"{bundle.header.ir_version}; opsets {opsets}): {error}. Export the bundle again with this version"
         ) from error
+
+
+def _session_options(threads: int, entries: Mapping[str, str]) -> onnxruntime.SessionOptions:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = _LOG_ERRORS  # it warns of every constant that it was told not to fold
+    for key, value in {**_SESSION_ENTRIES, **entries}.items():
+        options.add_session_config_entry(key, value)
+    return options

@@ -67,7 +67,8 @@ class Session:
     """An open decoder graph.
 
     Attributes: `device` and `device_id`, where it runs; `provider_options`, those that CUDA took; `memory_plan`, for
-    runs within the limits given; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
+    runs within the limits given; `is_prepared`, whether it is the graph packed for this processor; `threads`;
+    `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
     def __init__(
@@ -81,22 +82,24 @@ class Session:
         threads: int | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        prepared: bool = True,
     ) -> None:
         """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
 
         `limits` are what memory is planned for: by default one row of the bundle's longest text, in one piece.
         """
-        self.threads = default_threads() if threads is None else _checked_threads(threads)
+        self.threads = default_threads() if threads is None else checked_threads(threads)
         longest = bundle.manifest.max_length
         limits = limits or RunLimits(max_batch=1, max_length=longest, prefill_chunk=longest)
-        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options)
+        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options, prepared=prepared)
         cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
         opened = open_graph(bundle, request, limits, cuda, threads=self.threads)
         self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
         self.provider_options, self.memory_plan = opened.provider_options, opened.plan
+        self.is_prepared = opened.is_prepared
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
-        self.placement = _placement(self._session)
+        self.placement = node_placement(self._session)
         check_placement(self.placement, self.device)
         _check_wishes(cuda, self.device, self.placement)
         check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
@@ -222,8 +225,11 @@ class Session:
         return StepTensors(self._session, self._memory, self.manifest, room)
 
 
-def _checked_threads(threads: int) -> int:
-    """Threads wait for one another in busy loops: more than the processors can hold never come to an end."""
+def checked_threads(threads: int) -> int:
+    """`threads`, if so many can run.
+
+    They wait for one another in busy loops: more than the processors can hold never come to an end.
+    """
     most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
     return checked_count("threads", threads, most=most, reason=f" ({_THREADS_PER_PROCESSOR} a processor)")
 
@@ -254,7 +260,10 @@ def check_signature(what: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]
 def check_config(manifest: Manifest) -> None:
     """Raise ValueError when the manifest's configuration is not that of its signature, and so of its graph."""
     found = manifest.signature
-    expected = decoder_signature(manifest.config, manifest.cache_dtype, samples=manifest.samples_on_device)
+    dtype = manifest.cache_dtype
+    if dtype is None:
+        raise ValueError("the manifest's signature has no KV cache, which a decoder needs; export the bundle again")
+    expected = decoder_signature(manifest.config, dtype, samples=manifest.samples_on_device)
     pairs = zip_longest((*found.inputs, *found.outputs), (*expected.inputs, *expected.outputs))
     for spec, wanted in pairs:
         if spec != wanted:
@@ -292,7 +301,8 @@ def _check_wishes(cuda: CudaSetup, device: Device, placement: Mapping[tuple[str,
         _log.warning("%s; decode steps run without CUDA graphs", reason)
 
 
-def _placement(session: Any) -> dict[tuple[str, str], int]:  # noqa: ANN401 - ORT is untyped
+def node_placement(session: Any) -> dict[tuple[str, str], int]:  # noqa: ANN401 - ORT is untyped
+    """Number of nodes of an open session by (provider, op type)."""
     nodes = Counter(
         (subgraph.ep_name or "CPUExecutionProvider", node.op_type)
         for subgraph in session.get_provider_graph_assignment_info()

@@ -64,6 +64,20 @@ class Tokenizer:
         _check_text(text)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_at_most(self, text: str, length: int) -> tuple[list[int], int]:
+        """Ids of `text`, special tokens included, cut to `length` by leaving out the end of the text; and the ids cut.
+
+        Raises as `encode` does, and ValueError when the special tokens alone are more than `length`.
+        """
+        _check_text(text)
+        room = length - self._tokenizer.num_special_tokens_to_add(is_pair=False)
+        if room < 0:
+            raise ValueError(f"{length} tokens have no room for the {length - room} special tokens around a text")
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        num_cut = max(len(encoding.ids) - room, 0)
+        encoding.truncate(room)
+        return self._tokenizer.post_process(encoding).ids, num_cut
+
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of `text` with no special tokens around it, and the characters [begin, end) that each stands for.
 

@@ -88,9 +88,11 @@ def verify(
     progress("opening the graph")
     length = len(held_to.ids)
     limits = RunLimits(max_batch=_MOST_ROWS_AT_ONCE, max_length=length, prefill_chunk=length)
-    session = Session(opened, device=device, limits=limits, threads=threads)
+    session = Session(opened, device=device, limits=limits, threads=threads, prepared=not keep_rows)
     here = surroundings(session.device)
     differences = () if certificate is not None and keep_rows else here.differences(held_to.candidate)
+    if session.is_prepared:
+        differences = (*differences, "graph: as exported in the certificate, packed for this processor here")
     evidence = play_runs(
         ServedModel(session, max_length=length),
         planned_runs(manifest.config, length),

@@ -41,7 +41,7 @@ class FakeRuntime:
     sampling: list[dict[str, Any]] = field(default_factory=list)
     failure: BaseException | None = None
 
-    def load(self, bundle: Path, **options: Any) -> "FakeRuntime":
+    def load_language_model(self, bundle: Path, **options: Any) -> "FakeRuntime":
         self.loads.append((bundle, options))
         return self
 

@@ -1,6 +1,7 @@
 """Fixtures of all tests: the real models' files, one seed a test, one thread a worker.
 
-In: the environment variables GRAPHPORT_SMOLLM2 and GRAPHPORT_GEMMA3, the checkout. Out: fixtures. Nothing downloads.
+In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM and GRAPHPORT_GEMMA3, the
+checkout. Out: fixtures. Nothing downloads.
 """
 
 import os
@@ -24,7 +25,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whatever uses a real model is marked `real`."""
     for item in items:
-        if {"smollm2_gguf", "gemma3_gguf"} & set(getattr(item, "fixturenames", ())):
+        if {"smollm2_gguf", "gemma3_gguf", "minilm_folder"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("real")
 
 
@@ -36,14 +37,25 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """Folder of all-MiniLM-L6-v2; without it the test is skipped, or fails where CI is set."""
+    is_needed = bool(os.environ.get("CI"))
+    weights = _real_file(
+        "GRAPHPORT_MINILM", "all-MiniLM-L6-v2", "`make fetch`", "model.safetensors", is_needed=is_needed
+    )
+    return weights.parent
+
+
+@pytest.fixture(scope="session")
 def gemma3_gguf() -> Path:
     """Path of gemma-3-270m-q4_k_m.gguf, which is fetched on demand only; without it the test is skipped."""
     return _real_file("GRAPHPORT_GEMMA3", "gemma-3-270m-q4_k_m.gguf", "examples/fetch_gemma3.py", is_needed=False)
 
 
-def _real_file(variable: str, name: str, command: str, *, is_needed: bool) -> Path:
+def _real_file(variable: str, name: str, command: str, member: str = "", *, is_needed: bool) -> Path:
+    """The file that `variable` or build/downloads names, or `member` of the folder that it names."""
     given = os.environ.get(variable)
-    path = Path(given) if given else CHECKOUT / "build/downloads" / name
+    path = (Path(given) if given else CHECKOUT / "build/downloads" / name) / member
     if not path.is_file():
         message = f"{path} does not exist; run {command} or set {variable}"
         if given or is_needed:

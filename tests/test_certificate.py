@@ -21,7 +21,6 @@ from graphport.export.verify import fresh_certificate
 from graphport.model_def.certificate import CertificateError, Surroundings, read_certificate
 from graphport.model_def.certified_runs import planned_runs, text_length, uncovered
 from graphport.model_def.position_config import RotaryPosition, YarnScaling
-from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import CERTIFICATE_FILE, TOKENIZER_FILE, WEIGHTS_FILE, read_manifest
 from graphport.runtime import certified_bundle, load
 from graphport.runtime.verification import verify, write_certificate
@@ -298,12 +297,3 @@ def test_surroundings_name_every_difference() -> None:
     here = Surroundings(provider="a", onnxruntime="1", processor="x")
     assert here.differences(dataclasses.asdict(here)) == ()
     assert len(here.differences({})) == 3
-
-
-def test_the_processor_is_known_by_the_features_that_choose_kernels(tmp_path: Path) -> None:
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma constant_tsc avx512_vnni\n\nprocessor : 1\nflags : none\n")
-    assert processor_kind(info).split()[1:] == ["avx2", "fma", "avx512_vnni"]
-    info.write_text("Features : fp asimddp i8mm\n")
-    assert processor_kind(info).split()[1:] == ["asimddp", "i8mm"]
-    assert processor_kind(tmp_path / "none")

@@ -21,20 +21,22 @@ from graphport.runtime.sampling import NonFiniteLogitsError
 
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
-    "export": "SOURCE OUT --accuracy-level --context --debug --disable-pass --force --kv-cache --no-verify --precision "
-    "--require-exact --require-fused --seed --target",
+    "export": "SOURCE OUT --accuracy-level --context --debug --disable-pass --force --kv-cache --no-prepare "
+    "--no-verify --precision --require-exact --require-fused --seed --target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
     "--seed --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
+    "prepare": "BUNDLE --debug",
     "verify": "BUNDLE --against --debug --device --invariance --json --write",
     "diff": "A B --debug --json --steps --tokens --tolerance",
     "report": "BUNDLE --debug --html --json --times",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
+    "embed": "BUNDLE TEXT... --batch-size --debug --device --file --json --no-normalize --normalize --truncate",
 }
 
 
-LATER = {"embed", "plan", "serve", "tune"}
+LATER = {"plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:
@@ -128,7 +130,7 @@ _ENDLESS = textwrap.dedent("""
             for i in itertools.count():
                 yield types.SimpleNamespace(text="line\\n", token_id=i, finish_reason=None)
     sys.modules["graphport.runtime"] = types.SimpleNamespace(
-        load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+        load_language_model=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
     from graphport.cli import main
     sys.exit(main(["generate", "bundle", "hi"]))
 """)
@@ -170,7 +172,7 @@ def test_a_stream_closed_from_the_start_is_an_empty_one(closed: str) -> None:
             def stream(self, ids, sampling):
                 yield types.SimpleNamespace(text=str(ids), token_id=1, finish_reason="stop")
         sys.modules["graphport.runtime"] = types.SimpleNamespace(
-            load=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
+            load_language_model=lambda bundle, **options: Model(), SamplingParams=lambda **given: given)
         from graphport.cli import main
         sys.exit(main(["generate", "bundle", *(["hi"] if sys.stdin else [])]))
     """)

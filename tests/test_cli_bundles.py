@@ -77,7 +77,7 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
     }
 
 
-@pytest.mark.parametrize("command", [["export", "a", "b"], ["verify", "b", "--against", "a"]])
+@pytest.mark.parametrize("command", [["export", "a", "b"], ["diff", "a", "b"]])
 def test_a_missing_optional_dependency_is_named_with_the_install_command(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

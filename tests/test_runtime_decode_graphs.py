@@ -18,10 +18,9 @@ from tiny_requests import random_ids
 from tiny_sessions import open_session
 
 from graphport.export import model_export
-from graphport.runtime import decode_graphs
+from graphport.runtime import decode_graphs, load
 from graphport.runtime.decode_graphs import NO_GRAPH, DecodeGraphs, padded_batch
 from graphport.runtime.engine import Engine
-from graphport.runtime.language_model import load
 from graphport.runtime.run_thread import RunThread
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.session import Session

@@ -9,7 +9,7 @@ from onnx import helper, numpy_helper
 from tiny_bundles import LAYERS, tiny_model, tiny_weights, write_tiny_bundle
 
 from graphport.model_def.signature import GRAPH_FILE, DType
-from graphport.runtime.graph_file import NodeHeader, TensorHeader, read_graph_header
+from graphport.runtime.graph_file import NodeHeader, read_graph_header
 
 
 @pytest.mark.parametrize("floats", ["float32", "float16", "bfloat16"])
@@ -29,10 +29,15 @@ def test_nodes_and_tensors_are_those_of_the_onnx_package(tmp_path: Path, floats:
         ),
         key=str,
     )
-    assert header.tensors == {
-        tensor.name: TensorHeader(element_type=tensor.data_type, num_bytes=len(tensor.raw_data))
-        for tensor in graph.initializer
+    assert {name: (tensor.element_type, tensor.num_bytes) for name, tensor in header.tensors.items()} == {
+        tensor.name: (tensor.data_type, len(tensor.raw_data)) for tensor in graph.initializer
     }
+    for tensor in graph.initializer:
+        place = header.tensors[tensor.name].place
+        assert place is not None
+        assert place.length is not None
+        data = (tmp_path / (place.location or GRAPH_FILE)).read_bytes()
+        assert data[place.offset : place.offset + place.length] == tensor.raw_data
     assert header.float_type == floats
     attentions = header.nodes_of("GroupQueryAttention")
     assert len(attentions) == LAYERS
@@ -50,5 +55,5 @@ def test_nodes_of_subgraphs_and_functions_are_seen(tmp_path: Path) -> None:
     header = read_graph_header(tmp_path / GRAPH_FILE)
     assert len(header.nodes_of("Constant")) == 2
     assert header.nodes_of("Scan") == [NodeHeader(op_type="Scan", domain="", inputs=(), integers={"first": -3})]
-    assert header.tensors["t"] == TensorHeader(element_type=onnx.TensorProto.FLOAT16, num_bytes=4)
+    assert (header.tensors["t"].element_type, header.tensors["t"].num_bytes) == (onnx.TensorProto.FLOAT16, 4)
     assert header.float_type == "float16"

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from parity import difference
 
 from graphport.export.bundle import write_graph
+from graphport.export.function_bodies import attach_function
 from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.pipeline import compile_graph
-from graphport.export.portable_ops import attach_function
 from graphport.export.targets import CPU, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.config import (

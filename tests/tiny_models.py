@@ -15,6 +15,7 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
+    PoolingConfig,
     TransformerConfig,
 )
 from graphport.model_def.norms import Norm
@@ -107,6 +108,16 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
             final_norm=NormConfig(kind="layer", epsilon=1e-5),
         ),
         "encoder_no_positions": encoder(both_ways),
+        "encoder_bert": encoder(
+            both_ways, position=learned, token_types=2, embedding_norm=LAYER_NORM, pooling=PoolingConfig()
+        ),
+        "encoder_one_type": encoder(
+            attention(causal=False, num_kv_heads=HEADS, rotary=None),
+            position=LearnedPosition(max_positions=MAX_POSITIONS, offset=2),
+            token_types=1,
+            embedding_norm=LAYER_NORM,
+            pooling=PoolingConfig(kind="cls", normalize=True),
+        ),
         "encoder_with_head": encoder(both_ways, position=learned, head="tied", head_bias=True),
     }
 

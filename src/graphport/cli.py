@@ -23,9 +23,11 @@ import typer
 
 import graphport
 from graphport.cli_diff import diff
+from graphport.cli_embed import embed
 from graphport.cli_eval import evaluate
 from graphport.cli_export import export, report
 from graphport.cli_options import Invocation
+from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
 from graphport.cli_verify import verify
 
@@ -38,11 +40,13 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "export": export,
     "generate": generate,
     "chat": chat,
+    "prepare": prepare,
     "verify": verify,
     "diff": diff,
     "report": report,
     "eval": evaluate,
     "bench": bench,
+    "embed": embed,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)

@@ -57,14 +57,14 @@ def evaluate(
 def _evaluated(
     bundle: Path, textfile: Path, *, against: str | None, context: int | None, stride: int | None
 ) -> "Evaluation":
-    from graphport.runtime import load
+    from graphport.runtime import load_language_model
     from graphport.runtime.evaluate import evaluate as run
     from graphport.runtime.evaluation_text import evaluation_text, read_text, require_same_tokens
 
     content = read_text(textfile)
     with cli_tables.progress_lines() as progress:
         progress("opening the bundle")
-        lm = load(bundle, max_batch=1)
+        lm = load_language_model(bundle, max_batch=1)
         text = evaluation_text(content, lm.tokenizer, vocab_size=lm.vocab_size, name=str(textfile))
         reference = None
         if against is not None:
@@ -78,10 +78,10 @@ def _evaluated(
 def _open_reference(against: str, progress: "Callable[[str], None]") -> "tuple[ScoringModel, Tokenizer | None]":
     """A bundle, opened without torch, or anything else that `export` reads, as an eager module."""
     if (Path(against) / MANIFEST_FILE).is_file():
-        from graphport.runtime import load
+        from graphport.runtime import load_language_model
 
         progress("opening the other bundle")
-        other = load(against, max_batch=1)
+        other = load_language_model(against, max_batch=1)
         return other, other.tokenizer
     import tokenizers
 

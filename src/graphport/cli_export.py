@@ -13,7 +13,8 @@ import typer
 
 from graphport import cli_report, cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
-from graphport.model_def.signature import TOKENIZER_FILE
+from graphport.cli_prepare import pack_after_export
+from graphport.model_def.signature import BARE_GRAPH_FILE, TOKENIZER_FILE
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf"]
@@ -47,6 +48,9 @@ def export(
     disable_pass: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Do without this fusion; may be repeated.")
     ] = None,
+    no_prepare: Annotated[
+        bool, typer.Option("--no-prepare", help="Do not pack a GGUF file's blocks for this machine's processor.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     _debug: Debug = False,
 ) -> None:
@@ -75,8 +79,12 @@ def export(
         )
     cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
     cli_tables.print_notes(bundle.notes)
+    if BARE_GRAPH_FILE in bundle.manifest.files and not no_prepare:
+        pack_after_export(bundle.path)
     print(bundle.path)
-    if TOKENIZER_FILE in bundle.manifest.files:
+    if TOKENIZER_FILE in bundle.manifest.files and bundle.manifest.kind == "encoder":
+        cli_tables.print_line(f'next: graphport embed {shlex.quote(str(bundle.path))} "A sentence to embed."')
+    elif TOKENIZER_FILE in bundle.manifest.files:
         question = '"What is the capital of France?"'
         cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
     else:

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
+from graphport.model_def.config import PoolingConfig
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
 from graphport.report_page import report_page
 
@@ -99,7 +100,9 @@ def print_report(report: Report) -> None:
         ("target", manifest.target),
         ("precision", manifest.precision),
         *(() if (level := report.accuracy_level) is None else (("accuracy level", _ACCURACY[level]),)),
-        ("KV cache", _CACHE_NAMES.get(manifest.cache_dtype, manifest.cache_dtype)),
+        ("kind", manifest.kind),
+        *(() if (dtype := manifest.cache_dtype) is None else (("KV cache", _CACHE_NAMES.get(dtype, dtype)),)),
+        *(() if (pooling := manifest.config.pooling) is None else (("pooling", _pooling(pooling)),)),
         ("longest text", f"{manifest.max_length} tokens"),
         ("layers", str(manifest.config.num_layers)),
         ("vocabulary", str(manifest.config.vocab_size)),
@@ -136,6 +139,10 @@ def write_page(report: Report, path: Path, *, with_times: bool) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _pooling(pooling: PoolingConfig) -> str:
+    return pooling.kind + (", normalised" if pooling.normalize else "")
 
 
 def print_matrices(matrices: Sequence[MatrixRow]) -> None:

@@ -57,9 +57,9 @@ def generate(
         "stop": tuple(stop) if stop else None,
     }
     sampling = _sampling(max_new_tokens, temperature=temperature, **optional)
-    from graphport.runtime import load
+    from graphport.runtime import load_language_model
 
-    lm = load(bundle, device=device, max_batch=1)
+    lm = load_language_model(bundle, device=device, max_batch=1)
     result = answer(lm, prompt_ids(lm, text, chat=chat), sampling, write=None if as_json else _write)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
@@ -71,9 +71,9 @@ def generate(
 def chat(bundle: BundlePath, *, _debug: Debug = False) -> None:
     """Talk with the model, greedily (temperature 0), one line a turn; /reset starts again, /exit ends."""
     sampling = _sampling(_CHAT_NEW_TOKENS, temperature=0.0)
-    from graphport.runtime import load
+    from graphport.runtime import load_language_model
 
-    lm = load(bundle, max_batch=1)
+    lm = load_language_model(bundle, max_batch=1)
     failed = chat_turns(lm, sampling, lines=iter(_read_line, None), write=_write, note=cli_tables.print_line)
     if failed:
         raise typer.Exit(1)
@@ -94,10 +94,10 @@ def bench(
     """Time prefill and decode of BUNDLE on random prompts on this machine: medians of 3."""
     lengths = None if prompt_lengths is None else _numbers("--prompt-lengths", prompt_lengths)
     batches = _numbers("--batch", batch)
-    from graphport.runtime import load
+    from graphport.runtime import load_language_model
     from graphport.runtime.benchmark import check_fits, measure_speed
 
-    lm = load(bundle, max_batch=max(batches))
+    lm = load_language_model(bundle, max_batch=max(batches))
     longest = lm.max_length - new_tokens
     if lengths is None:
         lengths = [length for length in _BENCH_LENGTHS if length <= longest] or [max(longest, 1)]

@@ -1,0 +1,58 @@
+"""Run an encoder graph as it lies on disk, for parity: padded batches on the CPU.
+
+In: a graph file, rows of ids, their token types. Out: hidden states of the real tokens, and embeddings. ONNX Runtime's
+optimiser is off unless asked for; the runtime proper is `graphport.runtime`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from graphport.export.targets import CPU
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, TOKEN_TYPE_IDS
+
+_ERRORS_ONLY = 3
+
+
+class Row(NamedTuple):
+    """One text: ids [S] and the type of each token [S]."""
+
+    ids: Sequence[int]
+    types: Sequence[int]
+
+
+class States(NamedTuple):
+    """What an encoder gives for some texts: hidden states [S, W] of each, and embeddings [B, W] if it pools."""
+
+    hidden: list[NDArray[np.float32]]
+    embeddings: NDArray[np.float32] | None
+
+
+class EncoderRunner:
+    """One session over an encoder graph on the CPU."""
+
+    def __init__(self, path: Path, *, optimize: bool = False) -> None:
+        options = ort.SessionOptions()
+        options.log_severity_level = _ERRORS_ONLY
+        level = ort.GraphOptimizationLevel
+        options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+        self._session = ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+        self._inputs = {node.name for node in self._session.get_inputs()}
+        self._outputs = [node.name for node in self._session.get_outputs()]
+
+    def states(self, rows: Sequence[Row], *, pad_id: int = 0, length: int = 0) -> States:
+        """The states of `rows` as one batch, padded with `pad_id` to the longest row or to `length`."""
+        lengths = np.array([len(row.ids) for row in rows], np.int32)
+        shape = (len(rows), max(length, *lengths.tolist()))
+        feed = {INPUT_IDS: np.full(shape, pad_id, np.int64), TOKEN_TYPE_IDS: np.zeros(shape, np.int64)}
+        for index, row in enumerate(rows):
+            feed[INPUT_IDS][index, : len(row.ids)] = row.ids
+            feed[TOKEN_TYPE_IDS][index, : len(row.ids)] = row.types
+        known = {name: array for name, array in feed.items() if name in self._inputs}
+        found = dict(zip(self._outputs, self._session.run(None, known | {LENGTHS: lengths}), strict=True))
+        hidden = [states[:count] for states, count in zip(found[HIDDEN_STATES], lengths, strict=True)]
+        return States(hidden, found.get(EMBEDDINGS))

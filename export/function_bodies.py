@@ -1,0 +1,25 @@
+"""Bodies of the `graphport` ops in a model: an exported graph carries those of the ops that it uses.
+
+In: a model and the name of an op. Out: the model with the body, and those of what it calls, among its functions. The
+bodies themselves stand in `portable_ops.py` and `portable_encoder_ops.py`.
+"""
+
+import onnx_ir as ir
+
+from graphport.export.portable_encoder_ops import ENCODER_FUNCTIONS
+from graphport.export.portable_ops import DOMAIN, FUNCTIONS
+
+_BODIES = {function.name: function for function in (*FUNCTIONS, *ENCODER_FUNCTIONS)}
+
+
+def attach_function(model: ir.Model, name: str) -> None:
+    """Add the body of `graphport::name`, and of what it calls, to the model's functions."""
+    function = ir.from_proto(_BODIES[name].to_function_proto())
+    assert isinstance(function, ir.Function)
+    if function.identifier() in model.functions:
+        return
+    model.functions[function.identifier()] = function
+    model.opset_imports[DOMAIN] = 1
+    for node in function:
+        if node.domain == DOMAIN:
+            attach_function(model, node.op_type)

@@ -1,0 +1,110 @@
+"""What differs between decoders and encoders on the way to a bundle: one record a kind, in one table.
+
+In: a configuration. Out: its kind's record. `model_export.py` orders the steps; this file says what a kind traces and
+what it is compared on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import onnx_ir as ir
+from torch import nn
+
+from graphport.export.certify import DecoderEvidence
+from graphport.export.certify_encoder import EncoderEvidence
+from graphport.export.graph_pass import CompilePlan
+from graphport.model_def.certificate import Check
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.encoder import Encoder, check_can_encode
+from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature
+from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
+
+
+class Evidence(Protocol):
+    """What a kind of model is compared on, and the checks of each stage."""
+
+    def certify_stages(
+        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
+    ) -> tuple[Check, ...]:
+        """Check the exported graph and its fp32 compilation against eager."""
+
+    def certify_bundle(
+        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
+    ) -> tuple[Check, ...]:
+        """Check all of what ships in `folder`."""
+
+    def certify_shipped(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
+        """Check the graph in `folder` against eager."""
+
+    def certify_alone(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
+        """Check the graph in `folder` against itself, fed another way."""
+
+
+class MakesEvidence(Protocol):
+    """Chooses what to compare on; `model` is the eager reference, needed by all checks but `certify_alone`."""
+
+    def __call__(  # noqa: D102 - stands for itself
+        self,
+        config: TransformerConfig,
+        tokenizer_json: str | None,
+        /,
+        *,
+        max_length: int,
+        seed: int,
+        model: Transformer | None = None,
+    ) -> Evidence: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """One kind of model.
+
+    `check` refuses a configuration and longest length that cannot be exported; `module` is what is traced, with the
+    inputs and outputs of `traced`; `shipped` are those after compilation. `alone` says what the evidence does without a
+    reference.
+    """
+
+    name: Kind
+    has_cache: bool
+    check: Callable[[TransformerConfig, int], None]
+    module: Callable[[Transformer, int], nn.Module]
+    traced: Callable[[TransformerConfig], Signature]
+    shipped: Callable[[CompilePlan], Signature]
+    evidence: MakesEvidence
+    alone: str
+
+
+def _shipped_decoder(plan: CompilePlan) -> Signature:
+    return decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device)
+
+
+DECODER = ModelKind(
+    name="decoder",
+    has_cache=True,
+    check=check_can_decode,
+    module=lambda model, max_length: CachedDecoder(model, max_length=max_length),
+    traced=decoder_signature,
+    shipped=_shipped_decoder,
+    evidence=DecoderEvidence,
+    alone="one piece against chunks and steps",
+)
+
+ENCODER = ModelKind(
+    name="encoder",
+    has_cache=False,
+    check=check_can_encode,
+    module=lambda model, max_length: Encoder(model, max_length=max_length),
+    traced=encoder_signature,
+    shipped=lambda plan: encoder_signature(plan.config),
+    evidence=EncoderEvidence,
+    alone="a padded batch against each text alone",
+)
+
+KINDS = (DECODER, ENCODER)
+
+
+def kind_of(config: TransformerConfig) -> ModelKind:
+    """The kind of model that `config` describes: what attends to what comes later is an encoder."""
+    return DECODER if config.is_causal else ENCODER

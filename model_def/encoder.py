@@ -1,0 +1,75 @@
+"""A bidirectional Transformer over a padded batch: the module that is exported for encoders.
+
+In: ids and lengths. Out: hidden states, and one vector a text where the config pools. It has no weights of its own;
+the eager reference for one text at a time is `Transformer` itself.
+
+Shapes: `B` rows, `S` tokens of the longest row, `W` hidden size.
+"""
+
+from torch import Tensor, arange, float32, nn
+
+from graphport.model_def.attention import RotaryTables
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.ops import pool
+from graphport.model_def.position_config import ConfigError
+from graphport.model_def.positions import length_switch
+from graphport.model_def.transformer import Transformer
+
+
+class Encoder(nn.Module):
+    """A Transformer without a causal mask, over rows whose real tokens come first.
+
+    Raises ConfigError for causal configs, for those with a vocabulary head, and when `max_length` is beyond the
+    positions or crosses the length at which a rotary scaling changes its frequencies.
+    """
+
+    def __init__(self, model: Transformer, *, max_length: int) -> None:
+        super().__init__()
+        check_can_encode(model.config, max_length)
+        self.model = model
+        for layer, tables in enumerate(model.rotary_tables(max_length, max_length)):
+            if tables is not None:
+                self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
+                self.register_buffer(f"sin_{layer}", tables.sin, persistent=False)
+
+    def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:
+        """input_ids int64 [B, S], lengths int32 [B], token_types int64 [B, S] to hidden states float32 [B, S, W].
+
+        With pooling also embeddings float32 [B, W], not normalised. Hidden states beyond a row's length are
+        unspecified.
+        """
+        x = self.model.embed(input_ids, arange(input_ids.shape[1]), token_types)
+        for layer, block in enumerate(self.model.layers):
+            x = block.after_attention(
+                x, block.attention.encode(block.before_attention(x), lengths, self._tables(layer))
+            )
+        x = self.model.read_out(x)
+        pooling = self.model.config.pooling
+        if pooling is None:
+            return (x.to(float32),)
+        return x.to(float32), pool(x, lengths, pooling.kind).to(float32)
+
+    def _tables(self, layer: int) -> RotaryTables | None:
+        if self.model.config.blocks[layer].attention.rotary is None:
+            return None
+        return RotaryTables(self.get_buffer(f"cos_{layer}"), self.get_buffer(f"sin_{layer}"))
+
+
+def check_can_encode(config: TransformerConfig, max_length: int) -> None:
+    """Raise ConfigError unless `config` can be exported as an encoder of texts up to `max_length` tokens."""
+    if config.is_causal:
+        raise ConfigError("an encoder needs bidirectional attention; this config describes a decoder")
+    if config.head != "none":
+        raise ConfigError("an encoder gives hidden states and embeddings; leave its vocabulary head out (head='none')")
+    if not 1 <= max_length <= config.max_positions:
+        raise ConfigError(
+            f"max_length ({max_length}) must lie in 1 .. max_positions ({config.max_positions}); "
+            "choose it with --context"
+        )
+    for block in config.blocks:
+        switch = None if block.attention.rotary is None else length_switch(block.attention.rotary)
+        if switch is not None and max_length > switch:
+            raise ConfigError(
+                f"a rotary scaling changes its frequencies beyond {switch} positions; max_length is {max_length}: "
+                f"export with --context {switch} or less"
+            )

@@ -1,0 +1,235 @@
+"""Encoders among the Hugging Face model types: their config keys and tensor names, one record a family.
+
+In: a parsed config.json, a family. Out: a `TransformerConfig` and notes. Every key is read, on a list of keys that
+change nothing, or refused by name; shared lists: `huggingface_values.py`, tensors: `encoder_tensors.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.config import (
+    AttentionConfig,
+    BlockConfig,
+    FeedForwardConfig,
+    NormConfig,
+    PoolingConfig,
+    TransformerConfig,
+)
+from graphport.model_def.huggingface_values import Values, check_keys, or_default, read_activation, read_integer
+from graphport.model_def.position_config import LearnedPosition
+
+_LAYER_KEYS = {
+    "hidden_size": "hidden_size",
+    "width": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "activation": "hidden_act",
+}
+_EPSILON = 1e-12  # transformers' default, and what distilbert fixes
+
+_COMMON_KEYS = ("model_type", "vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+
+# accepted at these values alone; whatever stands there beyond them changes the computation
+_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": (None, "absolute"),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "chunk_size_feed_forward": (None, 0),
+    "auto_map": (None,),
+}
+_IGNORED_KEYS = (
+    *("gradient_checkpointing", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    *("directionality", "model_max_length", "tie_word_embeddings", "output_past", "dropout", "qa_dropout"),
+    *("seq_classif_dropout", "tie_weights_", "summary_type", "summary_use_proj", "summary_activation"),
+    *("summary_last_dropout",),
+)
+
+_BERT_BLOCKS = {
+    "attention.query": "attention.self.query",
+    "attention.key": "attention.self.key",
+    "attention.value": "attention.self.value",
+    "attention.output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "feed_forward.up": "intermediate.dense",
+    "feed_forward.down": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
+_BERT_OUTER = {
+    "embedding.weight": "embeddings.word_embeddings.weight",
+    "position.weight": "embeddings.position_embeddings.weight",
+    "token_type.weight": "embeddings.token_type_embeddings.weight",
+    "embedding_norm.weight": "embeddings.LayerNorm.weight",
+    "embedding_norm.bias": "embeddings.LayerNorm.bias",
+    "embedding_projection.weight": "embeddings_project.weight",
+    "embedding_projection.bias": "embeddings_project.bias",
+}
+_DISTILBERT_KEYS = {
+    "hidden_size": "dim",
+    "width": "hidden_dim",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "activation": "activation",
+}
+_DISTILBERT_BLOCKS = {
+    "attention.query": "attention.q_lin",
+    "attention.key": "attention.k_lin",
+    "attention.value": "attention.v_lin",
+    "attention.output": "attention.out_lin",
+    "attention_norm": "sa_layer_norm",
+    "feed_forward.up": "ffn.lin1",
+    "feed_forward.down": "ffn.lin2",
+    "feed_forward_norm": "output_layer_norm",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderFamily:
+    """One `model_type`.
+
+    `keys`: our name of a size to the config's key. `extra_keys` are read besides, or must be neutral. `prefix` stands
+    before every tensor in a checkpoint with a head. `heads` are the prefixes of tensors that no embedding needs.
+    `pads_first`: the row of the position table after that of the padding id is the first position's.
+    """
+
+    model_type: str
+    prefix: str
+    outer: Mapping[str, str]
+    blocks: str
+    modules: Mapping[str, str]
+    keys: Mapping[str, str] = field(default_factory=lambda: _LAYER_KEYS)
+    extra_keys: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("pooler.", "cls.", "classifier.", "qa_outputs.")
+    pads_first: bool = False
+
+
+_BERT_EXTRA = ("type_vocab_size", "layer_norm_eps")
+_ROBERTA_HEADS = ("pooler.", "lm_head.", "classifier.", "qa_outputs.")
+_DISTILBERT_HEADS = ("vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pre_classifier.")
+_ELECTRA_HEADS = ("discriminator_predictions.", "generator_predictions.", "generator_lm_head.")
+
+
+def _roberta(model_type: str) -> EncoderFamily:
+    return EncoderFamily(
+        model_type=model_type,
+        prefix="roberta.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_BERT_BLOCKS,
+        extra_keys=_BERT_EXTRA,
+        heads=_ROBERTA_HEADS,
+        pads_first=True,
+    )
+
+
+ENCODER_FAMILIES = (
+    EncoderFamily(
+        model_type="bert",
+        prefix="bert.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_BERT_BLOCKS,
+        extra_keys=_BERT_EXTRA,
+    ),
+    _roberta("roberta"),
+    _roberta("xlm-roberta"),
+    _roberta("camembert"),
+    EncoderFamily(
+        model_type="distilbert",
+        prefix="distilbert.",
+        outer=_BERT_OUTER,
+        blocks="transformer.layer",
+        modules=_DISTILBERT_BLOCKS,
+        keys=_DISTILBERT_KEYS,
+        extra_keys=("sinusoidal_pos_embds",),  # the table is stored either way
+        heads=(*_DISTILBERT_HEADS, "classifier.", "qa_outputs."),
+    ),
+    EncoderFamily(
+        model_type="electra",
+        prefix="electra.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_BERT_BLOCKS,
+        extra_keys=(*_BERT_EXTRA, "embedding_size"),
+        heads=(*_ELECTRA_HEADS, "classifier.", "qa_outputs."),
+    ),
+)
+
+
+def find_encoder_family(model_type: object) -> EncoderFamily | None:
+    """The family called `model_type`, None when it is no encoder that is read."""
+    return next((family for family in ENCODER_FAMILIES if family.model_type == model_type), None)
+
+
+def read_encoder_config(values: Values, family: EncoderFamily) -> tuple[TransformerConfig, list[str]]:
+    """The configuration that config.json describes, with the default pooling, and notes.
+
+    Raises CheckpointError for keys and values that are not supported, ConfigError for numbers that no transformer has.
+    """
+    read = {*_COMMON_KEYS, *family.keys.values(), *family.extra_keys}
+    notes = check_keys(values, family.model_type, read=read, ignored=_IGNORED_KEYS, neutral=_NEUTRAL_VALUES)
+    size = {name: read_integer(values, key) for name, key in family.keys.items() if name != "activation"}
+    if size["hidden_size"] % size["heads"]:
+        raise CheckpointError(
+            f"config.json: {family.keys['hidden_size']} ({size['hidden_size']}) is no multiple of "
+            f"{family.keys['heads']} ({size['heads']})"
+        )
+    norm = NormConfig(kind="layer", epsilon=_epsilon(values, family, notes), bias=True)
+    attention = AttentionConfig(
+        num_heads=size["heads"],
+        num_kv_heads=size["heads"],
+        head_dim=size["hidden_size"] // size["heads"],
+        causal=False,
+        qkv_bias=True,
+        output_bias=True,
+    )
+    feed_forward = FeedForwardConfig(
+        width=size["width"],
+        activation=read_activation(
+            family.keys["activation"], or_default(values, family.keys["activation"], "gelu", notes)
+        ),
+        gated=False,
+        bias=True,
+    )
+    block = BlockConfig(attention=attention, feed_forward=feed_forward, norm=norm, norm_order="post")
+    position = _position(values, family)
+    config = TransformerConfig(
+        vocab_size=read_integer(values, "vocab_size"),
+        hidden_size=size["hidden_size"],
+        max_positions=position.max_positions,
+        blocks=(block,) * size["layers"],
+        position=position,
+        token_types=read_integer(values, "type_vocab_size") if "type_vocab_size" in family.extra_keys else 0,
+        embedding_norm=norm,
+        embedding_width=_embedding_width(values, family, size["hidden_size"]),
+        head="none",
+        pooling=PoolingConfig(),
+    )
+    return config, notes
+
+
+def _epsilon(values: Values, family: EncoderFamily, notes: list[str]) -> float:
+    if "layer_norm_eps" not in family.extra_keys:
+        return _EPSILON
+    value: float = or_default(values, "layer_norm_eps", _EPSILON, notes)
+    return value
+
+
+def _position(values: Values, family: EncoderFamily) -> LearnedPosition:
+    rows = read_integer(values, "max_position_embeddings")
+    if not family.pads_first:
+        return LearnedPosition(max_positions=rows)
+    offset = read_integer({"pad_token_id": values.get("pad_token_id", 1)}, "pad_token_id", positive=False) + 1
+    return LearnedPosition(max_positions=rows - offset, offset=offset)
+
+
+def _embedding_width(values: Values, family: EncoderFamily, hidden_size: int) -> int | None:
+    """The width of the embeddings where they are projected, None where they have the model's own."""
+    if "embedding_size" not in family.extra_keys:
+        return None
+    width = read_integer(values, "embedding_size")
+    return None if width == hidden_size else width

@@ -1,0 +1,77 @@
+"""One encoder graph on ONNX Runtime: opened, checked against its manifest, and run a padded batch at a time.
+
+In: a checked bundle, rows of ids. Out: hidden states or embeddings. It batches nothing and encodes no text; several
+threads may run it at once. Legend: B rows, S tokens of the longest, W hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.model_def.signature import (
+    INPUT_IDS,
+    LENGTHS,
+    TOKEN_TYPE_IDS,
+    encoder_signature,
+)
+from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cuda_options import OptionValue
+from graphport.runtime.cuda_setup import CudaSetup
+from graphport.runtime.device import DeviceError, DeviceRequest, DeviceWish
+from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.opening import open_graph
+from graphport.runtime.session import check_placement, check_signature, node_placement
+
+
+class EncoderSession:
+    """An open encoder graph.
+
+    Attributes: `device`, `device_id`, `provider_options`, `memory_plan` and `placement` as of `Session`.
+    """
+
+    def __init__(
+        self,
+        bundle: BundleFiles,
+        *,
+        limits: RunLimits,
+        threads: int,
+        device: DeviceWish,
+        device_id: int,
+        provider_options: Mapping[str, OptionValue] | None,
+        stream: int | None,
+    ) -> None:
+        """See `load_encoder`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError."""
+        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options)
+        cuda = CudaSetup(cuda_graphs=False, stream=stream, device_id=request.device_id)
+        opened = open_graph(bundle, request, limits, cuda, threads=threads)
+        self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
+        self.provider_options, self.memory_plan = opened.provider_options, opened.plan
+        self.placement = node_placement(self._session)
+        check_placement(self.placement, self.device)
+        if self.device == "cpu" and stream is not None:
+            raise DeviceError("stream needs device cuda, and this session runs on the CPU")
+        signature = bundle.manifest.signature
+        check_signature("input", signature.inputs, self._session.get_inputs())
+        check_signature("output", signature.outputs, self._session.get_outputs())
+        if signature != encoder_signature(bundle.manifest.config):
+            raise ValueError("the manifest's configuration does not fit its graph; export the bundle again")
+        self._inputs = {spec.name for spec in signature.inputs}
+        self._setup = cuda  # the stream lives as long as the session that runs on it
+
+    def run(self, rows: Sequence[Sequence[int]], output: str) -> NDArray[np.float32]:
+        """`output` (hidden_states [B, S, W] or embeddings [B, W]) of rows of ids, padded to the longest.
+
+        What is beyond a row's length in hidden states is unspecified. Token types, where the graph has them, are 0.
+        """
+        lengths = np.array([len(row) for row in rows], np.int32)
+        ids = np.zeros((len(rows), int(lengths.max())), np.int64)
+        for padded, row in zip(ids, rows, strict=True):
+            padded[: len(row)] = row
+        feed: dict[str, NDArray[Any]] = {INPUT_IDS: ids, LENGTHS: lengths}
+        if TOKEN_TYPE_IDS in self._inputs:
+            feed[TOKEN_TYPE_IDS] = np.zeros_like(ids)
+        (found,) = self._session.run([output], feed)
+        result: NDArray[np.float32] = found
+        return result

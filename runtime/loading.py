@@ -1,0 +1,69 @@
+"""Open a bundle of any kind.
+
+In: a path and what to run it with. Out: a `LanguageModel` or an `Encoder`, as the manifest says. It opens nothing
+itself.
+"""
+
+import os
+from collections.abc import Mapping
+
+from graphport.runtime.bundle_files import open_bundle
+from graphport.runtime.cuda_options import OptionValue
+from graphport.runtime.cuda_setup import GraphWish
+from graphport.runtime.device import DeviceWish
+from graphport.runtime.encoder import ENCODER_BATCH, Encoder
+from graphport.runtime.language_model import DECODER_BATCH, PREFILL_CHUNK, LanguageModel, load_language_model
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    *,
+    device: DeviceWish = "auto",
+    device_id: int = 0,
+    provider_options: Mapping[str, OptionValue] | None = None,
+    max_batch: int | None = None,
+    max_length: int | None = None,
+    threads: int | None = None,
+    prefill_chunk: int | None = None,
+    cuda_graphs: GraphWish = "auto",
+    stream: int | None = None,
+    prepared: bool = True,
+    strict: bool = False,
+) -> LanguageModel | Encoder:
+    """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
+
+    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, cuda_graphs=True and strict are
+    a decoder's. Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    """
+    files = open_bundle(bundle)
+    if files.manifest.kind == "decoder":
+        return load_language_model(
+            bundle,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_batch=DECODER_BATCH if max_batch is None else max_batch,
+            max_length=max_length,
+            threads=threads,
+            prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+            cuda_graphs=cuda_graphs,
+            stream=stream,
+            prepared=prepared,
+            strict=strict,
+        )
+    refused = {"prefill_chunk": prefill_chunk is not None, "cuda_graphs": cuda_graphs is True, "strict": strict}
+    if any(refused.values()):
+        names = " and ".join(name for name, is_given in refused.items() if is_given)
+        raise ValueError(
+            f"{names} cannot be heeded: {files.folder} is an encoder, which has no cache and no decode steps"
+        )
+    return Encoder(
+        files,
+        device=device,
+        device_id=device_id,
+        provider_options=provider_options,
+        max_batch=ENCODER_BATCH if max_batch is None else max_batch,
+        max_length=max_length,
+        threads=threads,
+        stream=stream,
+    )

@@ -1,0 +1,131 @@
+"""Pack a bundle for this machine's processor: `prepared/` in its folder, whole or not at all.
+
+In: a bundle folder. Out: a graph whose weights lie on disk as the CPU kernels want them, and the record that says for
+which processor. It changes nothing that the manifest lists; the folder may be deleted any time (see `prepared.py`).
+"""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.processor import processor_kind
+from graphport.model_def.signature import (
+    BARE_GRAPH_FILE,
+    GRAPH_FILE,
+    PREPARED_FILE,
+    PREPARED_FOLDER,
+    WEIGHTS_FILE,
+    FileRecord,
+)
+from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.graph_file import read_graph_header
+from graphport.runtime.opening import cpu_session
+from graphport.runtime.packed_file import lay_out
+from graphport.runtime.packed_weights import GraphFiles, add_minima
+from graphport.runtime.prepared import PreparedRecord, make_probe, probe_logits, source_hashes
+
+_PROBE_IDS, _PROBE_COLUMNS = 8, 16
+_COMPARED_IDS = 64
+# The bundle's graph adds minima to exact sums of activations, the prepared one to sums of rounded ones: two roundings
+# of one model, 0.004 apart for SmolLM2. Weights in a wrong place give 10 and more.
+MOST_DIVERGENCE = 0.1
+
+SAVING = {
+    "session.save_external_prepacked_constant_initializers": "1",
+    "session.optimized_model_external_initializers_file_name": WEIGHTS_FILE,
+    "session.optimized_model_external_initializers_min_size_in_bytes": "128",  # shapes stay in the graph
+}
+
+
+class PrepareError(ValueError):
+    """A bundle that cannot be packed for this machine; its own graph goes on running."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What was made: folder, matrices with minima, bytes on disk, KL divergence (nats) to the bundle's own graph."""
+
+    folder: Path
+    num_minima: int
+    disk_bytes: int
+    divergence: float
+
+
+def prepare(bundle: str | os.PathLike[str]) -> Prepared:
+    """Pack the bundle for this processor, in place of what was prepared before.
+
+    Raises PrepareError when it is not for the CPU or does not compute the same when packed, PackingError when ONNX
+    Runtime packs in an unknown way, OSError when the folder cannot be written or the processor not be told.
+    """
+    files = open_bundle(bundle)
+    if files.manifest.target != "cpu":
+        raise PrepareError(f"{files.folder} is for {files.manifest.target}; only bundles for the cpu target are packed")
+    if files.manifest.kind != "decoder":
+        raise PrepareError(f"{files.folder} is an {files.manifest.kind}; only decoders are packed")
+    kind = processor_kind()
+    part = Path(tempfile.mkdtemp(prefix=f".{PREPARED_FOLDER}.", dir=files.folder))
+    try:
+        num_minima = _pack(files, part)
+        divergence = _divergence(files, part / GRAPH_FILE)
+        probe = make_probe(
+            cpu_session(part / GRAPH_FILE), files.manifest, num_ids=_PROBE_IDS, num_columns=_PROBE_COLUMNS
+        )
+        record = PreparedRecord(
+            onnxruntime=onnxruntime.__version__,
+            processor=kind,
+            sources=source_hashes(files.manifest),
+            files={path.name: FileRecord(size=path.stat().st_size, sha256=hash_file(path)) for path in part.iterdir()},
+            num_minima=num_minima,
+            probe=probe,
+        )
+        (part / PREPARED_FILE).write_text(record.to_json(), encoding="utf-8")
+        part.chmod(0o755)
+        folder = files.folder / PREPARED_FOLDER
+        shutil.rmtree(folder, ignore_errors=True)
+        part.replace(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    return Prepared(folder=folder, num_minima=num_minima, disk_bytes=size, divergence=divergence)
+
+
+def _pack(files: BundleFiles, part: Path) -> int:
+    """Let ONNX Runtime write its packed graph to `part`, then add minima; returns the number of matrices with any."""
+    has_bare = BARE_GRAPH_FILE in files.manifest.files
+    source = files.folder / BARE_GRAPH_FILE if has_bare else files.graph
+    with tempfile.TemporaryDirectory(dir=part) as name:
+        written = Path(name) / GRAPH_FILE
+        cpu_session(source, entries=SAVING, save_to=written)
+        header = lay_out(written, written.with_name(WEIGHTS_FILE), part)
+    if not has_bare:
+        return 0
+    bare = GraphFiles(path=source, header=read_graph_header(source))
+    return add_minima(GraphFiles(path=part / GRAPH_FILE, header=header), bare)
+
+
+def _divergence(files: BundleFiles, packed: Path) -> float:
+    """Mean KL divergence of the packed graph to the bundle's own on random ids. Raises PrepareError above the limit."""
+    vocab, length = files.manifest.config.vocab_size, min(_COMPARED_IDS, files.manifest.max_length)
+    ids = np.random.default_rng(1).integers(vocab, size=length)
+    own, found = (_log_softmax(probe_logits(cpu_session(path), ids)) for path in (files.graph, packed))
+    divergence = float((np.exp(own) * (own - found)).sum(axis=-1).mean())
+    if not divergence <= MOST_DIVERGENCE:
+        raise PrepareError(
+            f"{files.folder} packed for this processor differs from its own graph by {divergence:.3g} nats, "
+            f"{MOST_DIVERGENCE} are allowed; the bundle's own graph is used instead"
+        )
+    return divergence
+
+
+def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    wide = logits.astype(np.float64)
+    wide -= wide.max(axis=-1, keepdims=True)
+    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
+    return wide
