@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from graphport.export.model_export import longest_context
+from graphport.export.export_limits import longest_context
 from graphport.export.source import call_function
 from graphport.export.targets import WEIGHT_BLOCK, Precision, Target, TargetError, find_target
 from graphport.model_def.checkpoint import CheckpointError

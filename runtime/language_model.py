@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
@@ -57,6 +58,7 @@ def load_language_model(
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
     prepared: bool = True,
+    strict: bool = False,
 ) -> "LanguageModel":
     """Open a decoder's bundle.
 
@@ -70,10 +72,15 @@ def load_language_model(
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
     run on, by default one of the session's own that is ordered with the legacy default stream.
     prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
+    strict: refuse changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the
+    graph runs as it was certified, not as packed for this processor.
+    Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's
+    bundle.
     """
-    return LanguageModel(
-        open_bundle(bundle),
+    files = open_bundle(bundle)
+    certificate = require_certified(files) if strict else None
+    lm = LanguageModel(
+        files,
         device=device,
         device_id=device_id,
         provider_options=provider_options,
@@ -86,8 +93,11 @@ def load_language_model(
         draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
-        prepared=prepared,
+        prepared=prepared and not strict,
     )
+    if certificate is not None:
+        require_same_surroundings(certificate, files.folder, lm.device)
+    return lm
 
 
 class LanguageModel:

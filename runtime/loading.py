@@ -12,7 +12,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
-from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
+from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
 
 
 def load(
@@ -31,17 +31,18 @@ def load(
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
     prepared: bool = True,
+    strict: bool = False,
 ) -> LanguageModel | Encoder:
     """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, prefix_cache_bytes,
-    prompt_lookup, draft and cuda_graphs=True are a decoder's. Raises ManifestError, DeviceError, NotEnoughMemoryError,
-    ValueError.
+    prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
+    NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
     if files.manifest.kind == "decoder":
-        return LanguageModel(
-            files,
+        return load_language_model(
+            bundle,
             device=device,
             device_id=device_id,
             provider_options=provider_options,
@@ -55,6 +56,7 @@ def load(
             cuda_graphs=cuda_graphs,
             stream=stream,
             prepared=prepared,
+            strict=strict,
         )
     refused = {
         "prefill_chunk": prefill_chunk is not None,
@@ -62,6 +64,7 @@ def load(
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
         "cuda_graphs": cuda_graphs is True,
+        "strict": strict,
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)

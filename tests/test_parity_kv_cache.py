@@ -16,11 +16,11 @@ from graphport.export.graph_runner import GraphRunner
 from graphport.export.model_export import export
 from graphport.export.parity import ParityError
 from graphport.export.targets import CPU
-from graphport.export.verify import verify
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.cache_buffer import HostBuffer
+from graphport.runtime.verification import verify
 
 CONFIGS = tiny_configs()
 # Those whose attention differs, and that a quantised cache can serve (no head size of 20).
@@ -206,10 +206,10 @@ def test_the_cache_takes_a_quarter_or_an_eighth_of_the_memory(long: Quantised) -
 def test_the_certificate_compares_with_a_float_cache_and_verify_repeats_it(tmp_path: Path) -> None:
     model = tiny_model(CONFIGS["grouped_query"])
     bundle = export(model, tmp_path / "bundle", precision="int8", kv_cache="int8")
-    (check,) = [check for check in bundle.certificate if check.name.startswith("int8 cache")]
+    (check,) = (check for check in bundle.certificate if check.name.startswith("int8 cache"))
     assert check.name == "int8 cache: 32 tokens against a float cache, kl"
     assert 0 < check.measured <= check.tolerance
-    assert all(check.passed for check in verify(bundle.path))
+    assert verify(bundle.path).passed
 
 
 @pytest.mark.parametrize(("target", "precision"), [("cpu", "fp32"), ("cuda", "fp16")])
