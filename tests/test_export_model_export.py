@@ -17,6 +17,7 @@ import graphport.export.bundle_records as records_module
 import graphport.export.certify as certify_module
 import graphport.export.model_export as export_module
 from graphport.export.bundle import Bundle, BundleError
+from graphport.export.export_limits import longest_context
 from graphport.export.model_export import export
 from graphport.export.pipeline import FusionError
 from graphport.export.source import SourceModel, open_source
@@ -313,12 +314,12 @@ def test_a_length_switching_rotary_limits_the_context_and_says_so(
 ) -> None:
     scaling = DynamicScaling(factor=2.0, original_max_positions=24)
     config = make_config(make_block({"rotary": RotaryPosition(theta=1e4, scaling=scaling)}))
-    assert export_module._context(config, None) == (
+    assert longest_context(config, None) == (
         24,
         ("context limited to 24 tokens, where the rotary scaling changes its frequencies",),
     )
-    assert export_module._context(config, 20) == (20, ())
-    assert export_module._context(CONFIGS["llama"], None) == (64, ())
+    assert longest_context(config, 20) == (20, ())
+    assert longest_context(CONFIGS["llama"], None) == (64, ())
     open_as(Transformer(config), monkeypatch)
     with pytest.raises(ConfigError, match="DynamicScaling changes its frequencies beyond 24 positions"):
         export("any", tmp_path / "out", context=25)
