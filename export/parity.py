@@ -13,7 +13,7 @@ from graphport.model_def.certificate import Check
 
 Logits = NDArray[np.float32]
 
-# Largest error a stage may show, by figure. Beside each the error measured for SmolLM2-135M on 512 or 768 tokens of English.
+# Largest error a stage may show, by figure. Beside each what SmolLM2-135M shows on 512 or 768 tokens of English.
 # max_abs: absolute difference of logits. rms: its largest root mean square over a row. kl: mean Kullback-Leibler
 # divergence to the reference in nats.
 TOLERANCES: dict[tuple[str, str], float] = {
