@@ -109,6 +109,8 @@ def read_folder_config(folder: Path) -> TransformerConfig:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
     values = read_json(folder / CONFIG_FILE)
+    if find_encoder_family(values.get("model_type")) is not None:
+        raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
     try:
         read_config(values, head="tied")  # refuses the config before the files are looked at
         head, _ = _decide_head(folder, values, find_weight_files(folder))

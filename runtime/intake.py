@@ -177,8 +177,11 @@ class Intake:
         self._new_speculation = None
 
     def _check_state(self, state: SequenceState | None) -> None:
-        if state is not None:
-            self.identity.require(state.model, "state")
+        if state is None:
+            return
+        if not isinstance(state, SequenceState):
+            raise TypeError(f"state must be a SequenceState or None; got {type(state).__name__}")
+        self.identity.require(state.model, "state")
 
 
 def _params_for_each(

@@ -70,12 +70,11 @@ def load_language_model(
     by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
     with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
-    run on, by default one of the session's own that is ordered with the legacy default stream.
-    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
-    strict: refuse changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the
-    graph runs as it was certified, not as packed for this processor.
-    Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's
-    bundle.
+    run on, by default one of the session's own that is ordered with the legacy default stream. prepared: on the CPU,
+    take the graph that `prepare` packed for this processor, if there is one. strict: refuse changed bytes, a bundle
+    without certificate, and a provider or ONNX Runtime other than certified; the graph runs as it was certified, not as
+    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError,
+    also for an encoder's bundle.
     """
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
@@ -212,8 +211,8 @@ class LanguageModel:
         options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
         or dropping it, cancels the request and frees its place in the batch.
         """
-        checked = RequestOptions(**options)
-        request = self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt")
+        wish = params or SamplingParams()
+        request = self._intake.generation(prompt, wish, RequestOptions(**options), name="prompt")
         self._turns.admit([request])
         return self._turns.results(request)
 
@@ -249,12 +248,12 @@ class LanguageModel:
     def prefill(self, prompt: Prompt, *, state: SequenceState | None = None) -> SequenceState:
         """Run a prompt, a str or a list of ids, and return the rows that it leaves in the cache.
 
-        Requests to which it is given as `state` skip what their prompts share with it. state: rows known already.
-        Raises as `generate` does.
+        Requests that get it as `state` skip what their prompts share with it. state: rows known already. Raises as
+        `generate` does.
         """
-        checked = RequestOptions(state=state)
         ids = self._intake.prompt_ids(prompt, "prompt")
-        request = self._intake.scoring(ids, first_row=None, name="prompt", state=checked.state, keeps_state=True)
+        request = self._intake.scoring(ids, first_row=None, name="prompt", state=state, keeps_state=True)
+        self._turns.admit([request])
         self._turns.run([request])
         kept = kept_state(request.sequences[0], self._intake.identity)
         assert kept is not None

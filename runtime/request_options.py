@@ -46,8 +46,6 @@ class RequestOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False; got {value!r}")
-        if self.state is not None and not isinstance(self.state, SequenceState):
-            raise TypeError(f"state must be a SequenceState or None; got {type(self.state).__name__}")
         if self.timeout is None:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):

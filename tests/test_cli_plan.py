@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tiny_bundles import TinyBundle, write_tiny_bundle
+from tiny_encoders import make_encoder, save_sentence_folder
 from tiny_sources import write_tiny_source
 
 from graphport.cli import main
@@ -165,3 +166,14 @@ assert "torch" not in sys.modules
 """
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_an_encoder_is_planned_once_it_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_sentence_folder(tmp_path / "encoder", make_encoder("bert"))
+    status, error = error_of(capsys, str(tmp_path / "encoder"))
+    assert status == 1
+    assert "is an encoder, of which no configuration is read alone; export it first" in error
+    export(tmp_path / "encoder", tmp_path / "b", precision="fp32", verify=False)
+    found = plan(capsys, str(tmp_path / "b"), "--context", "16")
+    assert found["bytes"]["cache"] == 0
+    assert found["total"] > found["bytes"]["weights"] > 0
