@@ -13,29 +13,11 @@ from torch import Tensor, nn
 from graphport.model_def.norms import Norm
 from graphport.model_def.transformer import Transformer
 
-NUM_CALIBRATION_IDS = 160  # the text has about 180 with a vocabulary of 49,152
-
 Ranges = dict[str, NDArray[np.float32]]
 
-# Prose, dialogue, code, numbers and another language; no sentence of the parity text, which judges the result.
-CALIBRATION_TEXT = """\
-The weather in spring is often mild, and the roads dry early. A small bakery opened on the corner in March, and \
-by noon the line reached the square. "Where is the nearest station?" she asked. He said it was two streets away, \
-past the bank, and that the trains were late.
 
-def add(values):
-    total = 0
-    for value in values:
-        total += value
-    return total
-
-In 1912 the ship left Southampton for New York. Water boils at 100 degrees Celsius at sea level. The theory of \
-evolution explains the diversity of life; the theory of relativity explains gravity. La vie est belle. 12, 15, \
-18, 21 and 24 are multiples of three. Please write a short letter to your landlord about the broken heater."""
-
-
-def activation_ranges(model: Transformer, ids: Sequence[int]) -> Ranges:
-    """Largest magnitude of each input channel [K] of every linear layer over the text `ids`, by weight name.
+def activation_ranges(model: Transformer, windows: Sequence[Sequence[int]]) -> Ranges:
+    """Largest magnitude of each input channel [K] of every linear layer over `windows` of ids, by weight name.
 
     The first token counts: decoders park their largest activations there.
     """
@@ -43,9 +25,11 @@ def activation_ranges(model: Transformer, ids: Sequence[int]) -> Ranges:
 
     def keep(name: str, module: nn.Module, x: Tensor, _: Tensor) -> None:
         if isinstance(module, nn.Linear):
-            ranges[f"{name}.weight"] = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().numpy()
+            peaks = x.abs().reshape(-1, x.shape[-1]).amax(dim=0).float().numpy()
+            ranges[f"{name}.weight"] = np.maximum(ranges.get(f"{name}.weight", peaks), peaks)
 
-    _watch(model, ids, keep)
+    for ids in windows:
+        _watch(model, ids, keep)
     return ranges
 
 

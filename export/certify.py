@@ -192,7 +192,8 @@ def _check_blocks(
 
 def _fused_twin(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool = False) -> GraphRunner:
     """The graph with the plan's fusions in float32 with a float cache, written to `folder`, on the CPU."""
-    twin = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), cache=None, accuracy_level=None)
+    precision = CPU.precision("fp32")
+    twin = dataclasses.replace(plan, target=CPU, precision=precision, cache=None, accuracy_level=None, matrices={})
     return _compiled(exported, twin, folder, optimize=optimize)
 
 

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -126,7 +125,7 @@ def parity_rows(config: TransformerConfig, tokenizer_json: str | None, *, max_le
 
 def eager_states(model: Transformer, rows: list[Row]) -> States:
     """States of the eager module, one text at a time: nothing is padded."""
-    hidden, embeddings = [], []
+    hidden, read_out = [], []
     pooling = model.config.pooling
     with torch.inference_mode():
         for row in rows:
@@ -134,14 +133,16 @@ def eager_states(model: Transformer, rows: list[Row]) -> States:
             states = model(torch.tensor([list(row.ids)]), token_types=types)
             hidden.append(states[0].numpy())
             if pooling is not None:
-                embeddings.append(pool(states, torch.tensor([len(row.ids)], dtype=torch.int32), pooling.kind).numpy())
-    return States(hidden, np.concatenate(embeddings) if embeddings else None)
+                read_out.append(pool(states, torch.tensor([len(row.ids)], dtype=torch.int32), pooling.kind)[0].numpy())
+            if model.classifier is not None:
+                read_out.append(model.classifier(states)[0].numpy())
+    return States(hidden, read_out or None)
 
 
 def _joined(parts: list[States]) -> States:
     """One `States` of several texts' own."""
-    pooled = [part.embeddings for part in parts if part.embeddings is not None]
-    return States([states for part in parts for states in part.hidden], np.concatenate(pooled) if pooled else None)
+    read_out = [vector for part in parts for vector in part.read_out or ()]
+    return States([states for part in parts for states in part.hidden], read_out or None)
 
 
 def _stage(plan: CompilePlan) -> tuple[str, str]:

@@ -4,9 +4,12 @@ Before: every float tensor float32
 After:  every float tensor float16 or bfloat16, Cast at those outputs; norms keep float32 statistics (stash_type)
 """
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
 from graphport.export.targets import TargetError
@@ -35,7 +38,7 @@ def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
 
 def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dtype[np.generic]) -> ir.LazyTensor:
     """`tensor` narrowed when it is written; its range is checked now, so that the error is not the writer's."""
-    wide = tensor.numpy()
+    wide = _lowered(tensor.numpy(), numpy_dtype)
     peak = np.array(max(wide.max(initial=0), -wide.min(initial=0)))
     with np.errstate(over="ignore"):
         overflows = np.isinf(peak.astype(numpy_dtype).astype(np.float32))
@@ -43,9 +46,15 @@ def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dt
         raise TargetError(f"{tensor.name} reaches {peak:.4g}, beyond {dtype.name}; export it with --precision bf16")
 
     def convert() -> ir.TensorProtocol:
-        return ir.Tensor(tensor.numpy().astype(numpy_dtype), dtype=dtype, name=tensor.name)
+        return ir.Tensor(_lowered(tensor.numpy(), numpy_dtype).astype(numpy_dtype), dtype=dtype, name=tensor.name)
 
     return ir.LazyTensor(convert, dtype, ir.Shape(static_dims(tensor)), name=tensor.name)
+
+
+def _lowered(wide: NDArray[Any], dtype: np.dtype[np.generic]) -> NDArray[Any]:
+    """`wide` with float32's lowest number, which hides a score, become that of `dtype`."""
+    lowest = np.finfo(np.float32).min
+    return np.where(wide == lowest, np.float32(ir.DataType.from_numpy(dtype).min), wide) if lowest in wide else wide
 
 
 def _widen_outputs(graph: ir.Graph, dtype: ir.DataType) -> None:

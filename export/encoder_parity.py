@@ -27,9 +27,9 @@ STATE_TOLERANCES: dict[tuple[str, str], float] = {
 class StateDifference:
     """Candidate against reference.
 
-    `relative`: largest difference of a hidden state or embedding, to the reference's largest; `worst` is the text and
-    token where (token -1: the embedding). `cosine`: largest 1 - cosine of a text's vector, the embedding or, without
-    pooling, the hidden states of all its tokens.
+    `relative`: largest difference of a hidden state, embedding or logit, to the reference's largest; `worst` is the
+    text and token where (token -1: what is read out). `cosine`: largest 1 - cosine of a text's embedding or logits or,
+    without either, the hidden states of all its tokens.
     """
 
     relative: float
@@ -46,22 +46,22 @@ def compare_states(reference: States, candidate: States) -> StateDifference:
         token = int(gaps.argmax())
         if gaps[token] > relative:
             relative, worst = float(gaps[token]), (text, token)
-        if reference.embeddings is None:
+        if reference.read_out is None:
             cosine = max(cosine, _cosine_distance(wanted.ravel(), found.ravel()))
-    if reference.embeddings is not None and candidate.embeddings is not None:
-        scale = float(np.abs(reference.embeddings).max())
-        for text, (wanted, found) in enumerate(zip(reference.embeddings, candidate.embeddings, strict=True)):
+    if reference.read_out is not None and candidate.read_out is not None:
+        scale = max(float(np.abs(vector).max()) for vector in reference.read_out)
+        for text, (wanted, found) in enumerate(zip(reference.read_out, candidate.read_out, strict=True)):
             gap = float(_gaps(wanted, found).max()) / scale
             if gap > relative:
                 relative, worst = gap, (text, -1)
-            cosine = max(cosine, _cosine_distance(wanted, found))
+            cosine = max(cosine, _cosine_distance(wanted.ravel(), found.ravel()))
     return StateDifference(relative=relative, worst=worst, cosine=cosine)
 
 
 def check_states(stage: str, figure: str, what: str, difference: StateDifference) -> Check:
     """A certificate line for one figure ("relative" or "cosine") of a stage, with the table's tolerance."""
     text, token = difference.worst
-    place = f"text {text}, " + ("its embedding" if token < 0 else f"token {token}")
+    place = f"text {text}, " + ("what is read out" if token < 0 else f"token {token}")
     detail = f"relative {difference.relative:.3g} at {place}; 1 - cosine {difference.cosine:.3g}"
     return Check(
         name=f"{stage}: {what}, {figure}",

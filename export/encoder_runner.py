@@ -1,7 +1,7 @@
 """Run an encoder graph as it lies on disk, for parity: padded batches on the CPU.
 
-In: a graph file, rows of ids, their token types. Out: hidden states of the real tokens, and embeddings. ONNX Runtime's
-optimiser is off unless asked for; the runtime proper is `graphport.runtime`.
+In: a graph file, rows of ids, their token types. Out: hidden states of the real tokens, and what is read out of them.
+ONNX Runtime's optimiser is off unless asked for; the runtime proper is `graphport.runtime`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from graphport.export.targets import CPU
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, TOKEN_TYPE_IDS
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, LOGITS, TOKEN_TYPE_IDS
 
 _ERRORS_ONLY = 3
 
@@ -26,10 +26,13 @@ class Row(NamedTuple):
 
 
 class States(NamedTuple):
-    """What an encoder gives for some texts: hidden states [S, W] of each, and embeddings [B, W] if it pools."""
+    """What an encoder gives for some texts: hidden states [S, W] of each, and what it reads out of them, if anything.
+
+    `read_out`: of each text its embedding [W], or its logits [L], or those of its tokens [S, L].
+    """
 
     hidden: list[NDArray[np.float32]]
-    embeddings: NDArray[np.float32] | None
+    read_out: list[NDArray[np.float32]] | None
 
 
 class EncoderRunner:
@@ -55,4 +58,10 @@ class EncoderRunner:
         known = {name: array for name, array in feed.items() if name in self._inputs}
         found = dict(zip(self._outputs, self._session.run(None, known | {LENGTHS: lengths}), strict=True))
         hidden = [states[:count] for states, count in zip(found[HIDDEN_STATES], lengths, strict=True)]
-        return States(hidden, found.get(EMBEDDINGS))
+        if EMBEDDINGS in found:
+            return States(hidden, list(found[EMBEDDINGS]))
+        if LOGITS not in found:
+            return States(hidden, None)
+        pairs = zip(found[LOGITS], lengths, strict=True)
+        per_token = found[LOGITS].ndim == 3
+        return States(hidden, [row[:count] if per_token else row for row, count in pairs])

@@ -9,6 +9,7 @@ from typing import Any
 
 from graphport.export.graph_pass import PassReport
 from graphport.export.pipeline import count_fusions
+from graphport.export.precision_budget import BudgetChoice
 
 FUSIONS_FORMAT = 1
 
@@ -22,12 +23,14 @@ def fusion_account(
     accuracy_level: int | None = None,
     sites: Sequence[dict[str, Any]] = (),
     disabled: Sequence[str] = (),
+    choice: BudgetChoice | None = None,
 ) -> dict[str, Any]:
     """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
 
     `advice`: lines on the kernels that the model's sizes miss. `matrices`: how those of a GGUF file are held.
     `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses. `sites`: what
-    each place became (`site_account.py`). `disabled`: rules that were switched off.
+    each place became (`site_account.py`). `disabled`: rules that were switched off. `choice`: the bits that precision
+    auto chose and why.
     """
     return {
         "format": FUSIONS_FORMAT,
@@ -38,5 +41,6 @@ def fusion_account(
         "matrices": list(matrices),
         "disabled": list(disabled),
         "sites": list(sites),
+        "choice": None if choice is None else choice.to_dict(),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

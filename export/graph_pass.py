@@ -35,7 +35,8 @@ class CompilePlan:
 
     `activation_ranges`: largest magnitude a channel of each linear layer's input, by weight name; empty: no smoothing.
     `cache` None keeps the KV cache in the activations' type; else `cache_scales` has its scales, one pair a layer.
-    `matrices`: what a GGUF file's matrices are held as, by weight name, for the precision that keeps them.
+    `matrices`: what matrices are held as, by weight name: a GGUF file's own, or rounded on a calibration text; those
+    that are not named are rounded to the precision's bits where they are lowered.
     `accuracy_level`: MatMulNBits' arithmetic, None: the target's own. `disabled`: rules whose passes do not run.
     """
 

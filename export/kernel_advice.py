@@ -1,4 +1,4 @@
-"""Where a model's sizes keep it off a target's fastest kernels: warnings for the report, one line a reason.
+"""Where a model's sizes keep it off a target's fastest kernels, or cost bytes: warnings for the report.
 
 In: a plan and the compiled graph. Out: lines that name the layers, the size found and the fast sizes. It changes
 nothing: padding heads to a fast size would cost weights and cache that every step reads.
@@ -13,7 +13,7 @@ from graphport.model_def.config import AttentionConfig
 
 
 def kernel_advice(model: ir.Model, plan: CompilePlan) -> tuple[str, ...]:
-    """Warnings for `plan`'s target; none when the target has no preferences or all are met."""
+    """Warnings for `plan`'s target; none when all its preferences are met."""
     layers: dict[str, list[int]] = {}
     for layer, block in enumerate(plan.config.blocks):
         for reason in _slow_decode(block.attention, plan):
@@ -24,7 +24,7 @@ def kernel_advice(model: ir.Model, plan: CompilePlan) -> tuple[str, ...]:
         for reason, found in layers.items()
         if plan.target.fast_decode is not None
     )
-    return attention + tuple(_narrow_products(model, plan))
+    return attention + tuple(_narrow_products(model, plan)) + tuple(_padded_blocks(model))
 
 
 def _slow_decode(attention: AttentionConfig, plan: CompilePlan) -> Iterator[str]:
@@ -54,6 +54,22 @@ def _narrow_products(model: ir.Model, plan: CompilePlan) -> Iterator[str]:
     for (bits, rows), count in slow.items():
         takes = f"multiples of {multiples[bits]}"
         yield f"{count} {bits}-bit products of {rows} rows miss the compact GEMM, which takes {takes}"
+
+
+def _padded_blocks(model: ir.Model) -> Iterator[str]:
+    """Quantised matrices whose width is no whole number of blocks: zeros fill the last one."""
+    padded: dict[tuple[int, int, int], int] = {}
+    for node in model.graph:
+        if node.op_type == "MatMulNBits":
+            bits, block, width = (node.attributes[key].as_int() for key in ("bits", "block_size", "K"))
+            if width % block:
+                padded[bits, block, width] = padded.get((bits, block, width), 0) + 1
+    for (bits, block, width), count in padded.items():
+        more = -width % block / width
+        yield (
+            f"{count} {bits}-bit products of width {width}, no multiple of {block}: the last block is filled with "
+            f"zeros, {more:.0%} more bytes"
+        )
 
 
 def _name_layers(layers: list[int], num_layers: int) -> str:

@@ -76,8 +76,9 @@ def _add_operands(graph: ir.Graph, weight: ir.Value, plan: CompilePlan) -> Block
 
 
 def _blocks(weight: ir.Value, plan: CompilePlan) -> BlockQuantized | None:
-    if plan.precision.keeps_blocks:
-        return stack_matrices([plan.matrices[name] for name in packed_from(weight)])
+    held = [plan.matrices[name] for name in packed_from(weight) if name in plan.matrices]
+    if held:
+        return stack_matrices(held)
     bits = plan.precision.table_bits if weight.name in TABLES else plan.precision.weight_bits
     if bits is None:
         return None

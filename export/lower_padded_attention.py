@@ -1,11 +1,12 @@
 """Bidirectional attention over padded rows becomes the target's kernel for it.
 
 Before: RotaryPaddedAttention(q, k, v, lengths, cos, sin), q, k, v = Split(qkv)
-After, cpu:  GroupQueryAttention(qkv, , , , , max(lengths, 1) - 1, sequence, cos, sin), causal=0
-After, cuda: MultiHeadAttention(q, k, v, , lengths)
+After, cpu:  GroupQueryAttention(qkv, , , , , max(lengths, 1) - 1, sequence, cos, sin, , bias), causal=0
+After, cuda: MultiHeadAttention(q, k, v, , lengths, bias)
 
-On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; its one-dimensional mask keeps it on the
-fused kernels. Where no kernel takes the head size, the groups or a cap, the node stays and runs as its portable body.
+On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; lengths keep it on the fused kernels. A
+bias (relative positions, windows) leaves it the memory-efficient kernel, or the unfused one where that cannot take the
+length. Where no kernel takes the head size, the groups or a cap, the node stays and runs as its portable body.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ from graphport.export.graph_pass import (
     replace_value,
 )
 from graphport.export.lower_attention import packed_split
-from graphport.export.pack_projections import PADDED_OPS, attention_site
+from graphport.export.pack_projections import BIASED_OPS, PADDED_OPS, attention_site
 from graphport.export.portable_ops import DOMAIN
 from graphport.export.rotary_nodes import Rotation, find_rotation, rotate_before
 
@@ -65,7 +66,7 @@ def _lower_to_multi_head(node: ir.Node, *, site: str) -> None:
         "scale": node.attributes["scale"].as_float(),
         "mask_filter_value": _MASKED,
     }
-    inputs = [*node.inputs[:3], None, node.inputs[3]]
+    inputs = [*node.inputs[:3], None, node.inputs[3], *_bias(node)]
     _replace(node, new_node(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=_name(site)))
 
 
@@ -77,17 +78,25 @@ def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None,
         "softcap": node.attributes["softcap"].as_float(),
         "causal": 0,
     }
-    tables: list[ir.Value | None] = []
+    tables: list[ir.Value | None] = [None, None]
     if rotation is not None:
         attributes |= {"do_rotary": 1, "rotary_interleaved": rotation.is_interleaved}
         tables = [rotation.cos, rotation.sin]
+    bias = [None, *_bias(node)] if _bias(node) else []
+    if rotation is None and not bias:
+        tables = []
     split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
-    inputs = [*projections, None, None, *_sizes(graph, node, _name(site)), *tables]
+    inputs = [*projections, None, None, *_sizes(graph, node, _name(site)), *tables, *bias]
     kernel = new_node(node, "GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=_name(site))
     _replace(node, kernel)
     if split is not None:
         remove_nodes(split)
+
+
+def _bias(node: ir.Node) -> list[ir.Value | None]:
+    """What the node adds to its scores, if anything."""
+    return [node.inputs[-1]] if node.op_type in BIASED_OPS else []
 
 
 def _replace(node: ir.Node, kernel: ir.Node) -> None:

@@ -15,14 +15,9 @@ from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
 from graphport.export.bundle_certificate import add_certificate, bundle_certificate
 from graphport.export.bundle_records import write_records
-from graphport.export.calibrate import (
-    CALIBRATION_TEXT,
-    NUM_CALIBRATION_IDS,
-    Ranges,
-    activation_peaks,
-    activation_ranges,
-)
-from graphport.export.certify import DecoderEvidence, calibrate_cache, parity_ids, text_ids
+from graphport.export.calibrate import Ranges, activation_peaks, activation_ranges
+from graphport.export.calibration import Calibration, calibration_ids, read_calibration
+from graphport.export.certify import DecoderEvidence, calibrate_cache, parity_ids
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport, name_site
@@ -30,9 +25,12 @@ from graphport.export.kernel_advice import kernel_advice
 from graphport.export.model_kinds import kind_of
 from graphport.export.parity import require_passed
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
+from graphport.export.plan_weights import plan_weights
+from graphport.export.precision_budget import BudgetChoice, budget_checks, check_budget
 from graphport.export.precision_choice import (
     FLOAT_SOURCE_PRECISION,
     check_accuracy_level,
+    check_calibration,
     check_exact,
     default_precision,
     kept_matrices,
@@ -50,6 +48,8 @@ from graphport.model_def.transformer import Transformer
 
 FLOAT16_MAX = 65504.0
 
+_CACHE_IDS = 160  # of the calibration text, for the scales of a quantised cache
+
 _LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
 
 
@@ -62,6 +62,8 @@ def export(
     kv_cache: str = "auto",
     context: int | None = None,
     accuracy_level: int | None = None,
+    calibration: str | Path | None = None,
+    max_kl: float | None = None,
     seed: int = 0,
     verify: bool = True,
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
@@ -75,11 +77,13 @@ def export(
     `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `kv_cache` is int8,
     int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
     (None: what the model was made for). `accuracy_level` 0 multiplies quantised matrices by activations as they are, 4
-    by activations rounded to 8 bits (None: the target's choice). `require_fused` pins how often a rule fires ("all": no
-    candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew. `disable_passes` names
-    rules that are not to fuse anything. `progress` is told
-    each stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, TargetError,
-    ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
+    by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of UTF-8 text on which int8,
+    int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of precision auto in nats (None:
+    0.01): the divergence that it may show on the part of that text that is held out. `require_fused` pins how often a
+    rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew.
+    `disable_passes` names rules that are not to fuse anything. `progress` is told each stage as it begins. Raises
+    ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError, TargetError, ExportError,
+    FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)
@@ -88,6 +92,8 @@ def export(
     _require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
     check_disabled(disable_passes)
+    budget = check_budget(max_kl, chooses_bits=found_precision.chooses_bits)
+    text = read_calibration(calibration)
     check_destination(out, force=force)
 
     progress("reading the model")
@@ -95,24 +101,26 @@ def export(
     kind = kind_of(opened.model.config)
     if kv_cache != "auto" and not kind.has_cache:
         raise TargetError(f"KV cache type {kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
-    named = default_precision(opened, found_target) if precision is None else precision
-    found_precision = found_target.precision(named, has_cache=kind.has_cache)
+    found_precision = found_target.precision(
+        default_precision(opened, found_target) if precision is None else precision, has_cache=kind.has_cache
+    )
     plan, notes = _plan(
         opened,
         found_target,
         found_precision,
         cache,
         context=context,
-        seed=seed,
         accuracy_level=accuracy_level,
         disabled=tuple(disable_passes),
     )
+    calibrated = _calibration(opened, plan, text, seed=seed + 1, name=str(calibration))
     if require_exact:
         check_exact(plan)
 
     if found_precision.activations == "float16":
         progress("looking for activations beyond float16")
         _require_float16_range(opened, max_length=plan.max_length, seed=seed)
+    plan = dataclasses.replace(plan, activation_ranges=_activation_ranges(opened, plan, calibrated))
     progress("exporting to ONNX")
     exported = torch_to_onnx(kind.module(opened.model, plan.max_length), kind.traced(plan.config))
     with bundle_folder(out, force=force) as folder:
@@ -123,11 +131,10 @@ def export(
         if verify:
             checks = evidence.certify_stages(exported, plan, folder=folder, observe=progress)
             require_passed(checks)
-        if cache is not None:
-            progress("calibrating the KV cache")
-            calibration = _calibration_ids(opened, max_length=plan.max_length, seed=seed)
-            scales = calibrate_cache(exported, plan, calibration, folder=folder)
-            plan = dataclasses.replace(plan, cache_scales=scales)
+        plan, choice = plan_weights(
+            exported, plan, opened.model, calibrated, max_kl=budget, folder=folder, observe=progress
+        )
+        plan = _with_cache_scales(exported, plan, calibrated, folder=folder, progress=progress)
         progress("compiling the graph")
         compiled = exported.clone()
         reports = compile_graph(compiled, plan)
@@ -136,10 +143,10 @@ def export(
         if verify:
             shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
             require_passed(shipped)
-            checks += shipped
+            checks += shipped + budget_checks(choice)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
-        account = _account(reports, exported, compiled, plan)
+        account = _account(reports, exported, compiled, plan, choice)
         manifest = write_records(folder, opened, plan, account, checks if verify and not kind.has_cache else None)
         if verify and isinstance(evidence, DecoderEvidence):
             checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, seed=seed, observe=progress)
@@ -148,18 +155,23 @@ def export(
         manifest=manifest,
         fusions=count_fusions(reports),
         certificate=checks,
-        notes=(*opened.notes, *notes, *account["advice"]),
+        notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
 
 
 def _account(
-    reports: tuple[PassReport, ...], exported: ir.Model, compiled: ir.Model, plan: CompilePlan
+    reports: tuple[PassReport, ...],
+    exported: ir.Model,
+    compiled: ir.Model,
+    plan: CompilePlan,
+    choice: BudgetChoice | None,
 ) -> dict[str, Any]:
     return fusion_account(
         reports,
         num_nodes=len(compiled.graph),
         advice=kernel_advice(compiled, plan),
-        matrices=matrix_account(plan.matrices),
+        matrices=matrix_account(plan.matrices) if plan.precision.keeps_blocks else (),
+        choice=choice,
         accuracy_level=plan.kernel_accuracy,
         sites=site_account(exported, compiled, reports),
         disabled=plan.disabled,
@@ -192,6 +204,17 @@ def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
         write_bare_graph(folder)
 
 
+def _with_cache_scales(
+    exported: ir.Model, plan: CompilePlan, calibration: Calibration, *, folder: Path, progress: Callable[[str], None]
+) -> CompilePlan:
+    """The plan with the scales of its quantised cache, if it has one."""
+    if plan.cache is None:
+        return plan
+    progress("calibrating the KV cache")
+    scales = calibrate_cache(exported, plan, calibration.windows[0][:_CACHE_IDS], folder=folder)
+    return dataclasses.replace(plan, cache_scales=scales)
+
+
 def _note_unchecked(plan: CompilePlan) -> tuple[str, ...]:
     if plan.target is CPU:
         return ()
@@ -205,7 +228,6 @@ def _plan(
     cache: CacheFormat | None,
     *,
     context: int | None,
-    seed: int,
     accuracy_level: int | None,
     disabled: tuple[str, ...],
 ) -> tuple[CompilePlan, tuple[str, ...]]:
@@ -213,6 +235,10 @@ def _plan(
     config = opened.model.config
     max_length, notes = _context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
+    if precision.chooses_bits and not kind_of(config).has_cache:
+        raise TargetError(
+            "precision auto measures the logits of a decoder, which an encoder lacks: choose int8 or int4"
+        )
     if cache is not None:
         _require_cache(config, target, cache)
     check_accuracy_level(accuracy_level, target, precision)
@@ -222,13 +248,12 @@ def _plan(
         target=target,
         precision=precision,
         max_length=max_length,
-        activation_ranges=_calibrate(opened, precision, max_length=max_length, seed=seed),
         cache=cache,
         matrices=matrices,
         accuracy_level=accuracy_level,
         disabled=disabled,
     )
-    return plan, (*notes, *note_changed(matrices))
+    return plan, (*notes, *(note_changed(matrices) if precision.keeps_blocks else ()))
 
 
 def _require_numbers(*, seed: int, context: int | None) -> None:
@@ -240,16 +265,17 @@ def _require_numbers(*, seed: int, context: int | None) -> None:
         raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed}")
 
 
-def _calibrate(opened: SourceModel, precision: Precision, *, max_length: int, seed: int) -> Ranges:
+def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
+    if text is not None:
+        check_calibration(plan.precision, plan.cache)
+    return calibration_ids(opened, text, max_length=plan.max_length, seed=seed, name=name)
+
+
+def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration) -> Ranges:
     """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
-    if precision.weight_bits is None or precision.keeps_blocks:
+    if plan.precision.weight_bits is None or plan.matrices:
         return {}
-    return activation_ranges(opened.model, _calibration_ids(opened, max_length=max_length, seed=seed))
-
-
-def _calibration_ids(opened: SourceModel, *, max_length: int, seed: int) -> list[int]:
-    length = min(NUM_CALIBRATION_IDS, max_length)
-    return text_ids(CALIBRATION_TEXT, opened.model.config, opened.tokenizer_json, length=length, seed=seed + 1)
+    return activation_ranges(opened.model, calibration.windows[:1])  # more text moved int8 by no more than noise
 
 
 def _require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -> None:

@@ -31,7 +31,8 @@ from graphport.export.graph_pass import (
 from graphport.export.portable_ops import DOMAIN
 
 CACHED_OPS = ("CachedAttention", "RotaryCachedAttention")
-PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention")
+BIASED_OPS = ("BiasedPaddedAttention", "BiasedRotaryPaddedAttention")
+PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention", *BIASED_OPS)
 ATTENTION_OPS = (*CACHED_OPS, *PADDED_OPS)
 
 _PARTS = "packed_from"  # in the metadata of a packed weight
@@ -106,7 +107,8 @@ def can_pack(plan: CompilePlan, names: Sequence[str]) -> bool:
 
 def form_of(plan: CompilePlan, name: str) -> str:
     """What kind of operands the matrix called `name` becomes: only matrices of one form fit one kernel."""
-    return plan.matrices[name].form if plan.precision.keeps_blocks else plan.precision.name
+    held = plan.matrices.get(name)
+    return plan.precision.name if held is None else held.form
 
 
 def packed_from(weight: ir.Value) -> tuple[str, ...]:

@@ -20,8 +20,13 @@ def Real(x: FLOAT, lengths: INT32) -> BOOL:
 
 
 @script(GRAPHPORT, default_opset=op)
-def AttendPadded(queries: FLOAT, keys: FLOAT, values: FLOAT, real: BOOL, scale: float, softcap: float) -> FLOAT:
-    """Heads [B, N, S, H] over keys and values [B, K, S, H], real tokens alone; returns [B, S, N*H]."""
+def AttendPadded(
+    queries: FLOAT, keys: FLOAT, values: FLOAT, real: BOOL, bias: FLOAT, scale: float, softcap: float
+) -> FLOAT:
+    """Heads [B, N, S, H] over keys and values [B, K, S, H], real tokens alone; returns [B, S, N*H].
+
+    `bias` broadcasts to [B, N, S, S].
+    """
     kv_heads = op.Shape(keys, start=1, end=2)
     length = op.Shape(queries, start=2, end=3)
     # padding may be anything, NaN included: it must not reach a product with weight 0
@@ -34,9 +39,11 @@ def AttendPadded(queries: FLOAT, keys: FLOAT, values: FLOAT, real: BOOL, scale: 
     cap = op.Constant(value_float=softcap)
     safe_cap = op.Where(cap > 0.0, cap, 1.0)
     capped = op.Where(cap > 0.0, safe_cap * op.Tanh(scores / safe_cap), scores)
+    by_head = op.Reshape(capped, op.Concat([0, -1], length, length, axis=0)) + op.Cast(bias, to=1)  # [B, N, S, S]
     # the lowest number and not -inf: a row without a token has a softmax too
-    masked = op.Where(op.Unsqueeze(real, [1, 2, 3]), capped, op.Constant(value_float=-3.4028234663852886e38))
-    attended = op.MatMul(op.CastLike(op.Softmax(masked, axis=-1), values), clean_values)  # [B, K, G, S, H]
+    masked = op.Where(op.Unsqueeze(real, [1, 2]), by_head, op.Constant(value_float=-3.4028234663852886e38))
+    weights = op.Reshape(op.CastLike(op.Softmax(masked, axis=-1), values), op.Shape(scores))
+    attended = op.MatMul(weights, clean_values)  # [B, K, G, S, H]
     joined = op.Transpose(op.Reshape(attended, op.Shape(queries)), perm=[0, 2, 1, 3])
     return op.Reshape(joined, [0, 0, -1])
 
@@ -56,7 +63,9 @@ def PaddedAttention(
     queries = SplitHeads(query, heads=num_heads)
     keys = SplitHeads(key, heads=kv_num_heads)
     values = SplitHeads(value, heads=kv_num_heads)
-    return AttendPadded(queries, keys, values, Real(query, lengths), scale=scale, softcap=softcap)
+    return AttendPadded(
+        queries, keys, values, Real(query, lengths), op.Constant(value_float=0.0), scale=scale, softcap=softcap
+    )
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -80,7 +89,53 @@ def RotaryPaddedAttention(
     queries = Rotate(SplitHeads(query, heads=num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
     keys = Rotate(SplitHeads(key, heads=kv_num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
     values = SplitHeads(value, heads=kv_num_heads)
-    return AttendPadded(queries, keys, values, Real(query, lengths), scale=scale, softcap=softcap)
+    return AttendPadded(
+        queries, keys, values, Real(query, lengths), op.Constant(value_float=0.0), scale=scale, softcap=softcap
+    )
+
+
+@script(GRAPHPORT, default_opset=op)
+def BiasedPaddedAttention(
+    query: FLOAT,
+    key: FLOAT,
+    value: FLOAT,
+    lengths: INT32,
+    bias: FLOAT,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    softcap: float,
+) -> FLOAT:
+    """PaddedAttention with a bias [1, 1 or N, S, S] added to the scores."""
+    queries = SplitHeads(query, heads=num_heads)
+    keys = SplitHeads(key, heads=kv_num_heads)
+    values = SplitHeads(value, heads=kv_num_heads)
+    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap)
+
+
+@script(GRAPHPORT, default_opset=op)
+def BiasedRotaryPaddedAttention(
+    query: FLOAT,
+    key: FLOAT,
+    value: FLOAT,
+    lengths: INT32,
+    cos: FLOAT,
+    sin: FLOAT,
+    bias: FLOAT,
+    num_heads: int,
+    kv_num_heads: int,
+    scale: float,
+    softcap: float,
+    rotary_interleaved: int,
+) -> FLOAT:
+    """BiasedPaddedAttention with queries and keys rotated by tables [P, D/2] first."""
+    length = op.Shape(query, start=1, end=2)
+    cos_rows = op.Unsqueeze(op.Slice(cos, [0], length, [0]), [0, 1])
+    sin_rows = op.Unsqueeze(op.Slice(sin, [0], length, [0]), [0, 1])
+    queries = Rotate(SplitHeads(query, heads=num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
+    keys = Rotate(SplitHeads(key, heads=kv_num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
+    values = SplitHeads(value, heads=kv_num_heads)
+    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap)
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -140,6 +195,8 @@ ENCODER_FUNCTIONS = (
     AttendPadded,
     PaddedAttention,
     RotaryPaddedAttention,
+    BiasedPaddedAttention,
+    BiasedRotaryPaddedAttention,
     SumChosen,
     Count,
     PoolMean,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from graphport.export.gguf_matrices import REENCODED_BITS, KeptMatrix, keep_matrices, require_exact, require_half_scales
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.source import SourceModel
-from graphport.export.targets import CPU, Precision, Target, TargetError
+from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError
 from graphport.model_def.gguf_blocks import FLOAT_TYPES
 
 FLOAT_SOURCE_PRECISION = "int8"  # of sources whose weights are floats
@@ -19,15 +19,21 @@ _ACCURACY_LEVELS = (0, 4)
 
 def default_precision(opened: SourceModel, target: Target) -> str:
     """The precision of a source when none is asked for: quantised blocks stay as they are where that is exact."""
-    has_blocks = any(matrix.kind not in FLOAT_TYPES for matrix in opened.stored.values())
-    return "gguf" if has_blocks and target is CPU else FLOAT_SOURCE_PRECISION
+    return "gguf" if _has_blocks(opened) and target is CPU else FLOAT_SOURCE_PRECISION
+
+
+def _has_blocks(opened: SourceModel) -> bool:
+    return any(matrix.kind not in FLOAT_TYPES for matrix in opened.stored.values())
 
 
 def kept_matrices(opened: SourceModel, target: Target, precision: Precision) -> Mapping[str, KeptMatrix]:
     """The source's matrices for a precision that keeps them, empty for others.
 
-    Raises TargetError when the source has none, or has some that the target cannot hold.
+    Precision auto chooses between them and fewer bits, where the source has quantised blocks and the target holds all
+    forms. Raises TargetError when the source has none, or has some that the target cannot hold.
     """
+    if precision.chooses_bits:
+        return keep_matrices(opened.stored) if _has_blocks(opened) and target is CPU else {}
     if not precision.keeps_blocks:
         return {}
     if not opened.stored:
@@ -61,6 +67,15 @@ def check_exact(plan: CompilePlan) -> None:
             "choose --precision gguf or leave --require-exact out"
         )
     require_exact(plan.matrices)
+
+
+def check_calibration(precision: Precision, cache: CacheFormat | None) -> None:
+    """Raise TargetError when nothing would read a calibration text."""
+    if cache is None and (precision.weight_bits is None or precision.keeps_blocks):
+        raise TargetError(
+            f"a calibration text is for int8, int4, auto and quantised caches; precision {precision.name} with a float "
+            "cache reads none: leave --calibration out"
+        )
 
 
 def check_accuracy_level(level: int | None, target: Target, precision: Precision) -> None:

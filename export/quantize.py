@@ -31,6 +31,14 @@ class BlockQuantized:
     zero_points: NDArray[np.uint8] | None = None
     minima: NDArray[np.float32] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """What the matrix takes in a graph of float32 activations; 4-bit zero points lie two a byte."""
+        parts = [self.packed.nbytes, self.scales.nbytes, 0 if self.minima is None else self.minima.nbytes]
+        if self.zero_points is not None:
+            parts.append(len(self.zero_points) * -(-self.zero_points.shape[1] * self.bits // 8))
+        return sum(parts)
+
     def dequantize(self) -> NDArray[np.float32]:
         """The float32 matrix [N, K] that the kernels compute with."""
         values = self.packed
@@ -74,6 +82,11 @@ def quantize_blocks(weight: NDArray[np.float32], bits: int) -> BlockQuantized:
             raise ValueError(f"{int((~np.isfinite(weight)).sum())} of {weight.size} weights are not finite")
         packed[part], scales[part] = _quantize_rows(weight[part], bits)
     return BlockQuantized(packed=packed, scales=scales, bits=bits, width=width)
+
+
+def quantized_bytes(rows: int, width: int, *, bits: int) -> int:
+    """What `quantize_blocks` makes of a matrix [rows, width]."""
+    return rows * -(-width // WEIGHT_BLOCK) * (WEIGHT_BLOCK * bits // 8 + 4)
 
 
 def _quantize_rows(weight: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:

@@ -24,6 +24,8 @@ from graphport.export.targets import WEIGHT_BLOCK
 RULE = "smoothed"
 STRENGTH = 0.5  # share of a channel's size that moves into the weights; measured for SmolLM2 in DECISIONS.md
 
+CHANNELS, ROWS = "smoothed_channels", "smoothed_rows"  # factors, in the metadata of a constant
+
 Factors = NDArray[np.float32]
 
 
@@ -65,8 +67,10 @@ def smooth_activations(model: ir.Model, plan: CompilePlan) -> PassReport:
         rows, channels = _factors(ranges, maker)
         for constant in maker.constants:
             _rescale(constant, _dividing(rows))
+            constant.meta[ROWS] = rows
         for weight in known:
             _rescale(weight, _multiplying(channels))
+            weight.meta[CHANNELS] = channels
         fused.append(site)
     return PassReport(rule=RULE, fused=tuple(fused), missed=tuple(missed))
 

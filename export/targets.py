@@ -23,7 +23,8 @@ class Precision:
 
     `table_bits` are the bits of embedding and head: the head is half of a small model's bytes and the most
     sensitive matrix, so 4-bit bundles keep it at 8. `keeps_blocks`: matrices keep the blocks of a GGUF file, and the
-    bits are those of types that have no such form.
+    bits are those of types that have no such form. `chooses_bits`: a matrix has these bits or fewer, as a budget
+    allows.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Precision:
     weight_bits: int | None = None
     table_bits: int | None = None
     keeps_blocks: bool = False
+    chooses_bits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class Target:
     reduce their logits to candidates (see `append_sampling.py`), because the host would have to fetch them.
     `caches` are the quantised KV caches that it takes, up to heads of `largest_cached_head`. `float_prefill`: whether
     steps of many tokens need a float attention of their own, because the kernel reads a quantised cache slowly.
+    `takes_zero_points`: whether its products of 4-bit blocks with zero points are as fast as of symmetric ones.
     `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
     misses them runs on slower ones.
     `padded_kernel` is the one for bidirectional attention over padded rows. GroupQueryAttention with causal=0
@@ -98,6 +101,7 @@ class Target:
     qk_norm_inside: bool
     samples_on_device: bool
     float_prefill: bool
+    takes_zero_points: bool
     padded_kernel: Literal["GroupQueryAttention", "MultiHeadAttention"]
     encoder_precisions: tuple[Precision, ...] = ()
     largest_cached_head: int | None = None
@@ -178,6 +182,7 @@ CPU = Target(
         Precision(name="int8", activations="float32", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float32", weight_bits=4, table_bits=8),
         Precision(name="gguf", activations="float32", weight_bits=8, table_bits=8, keeps_blocks=True),
+        Precision(name="auto", activations="float32", weight_bits=8, table_bits=8, chooses_bits=True),
     ),
     caches=(INT8_CACHE, INT4_CACHE),
     head_multiple=8,
@@ -187,6 +192,7 @@ CPU = Target(
     samples_on_device=False,
     float_prefill=True,
     padded_kernel="GroupQueryAttention",
+    takes_zero_points=True,
 )
 
 CUDA = Target(
@@ -198,6 +204,7 @@ CUDA = Target(
         Precision(name="int8", activations="float16", weight_bits=8, table_bits=8),
         Precision(name="int4", activations="float16", weight_bits=4, table_bits=8),
         Precision(name="gguf", activations="float16", weight_bits=8, table_bits=8, keeps_blocks=True),
+        Precision(name="auto", activations="float16", weight_bits=8, table_bits=8, chooses_bits=True),
     ),
     caches=(INT8_CACHE, FP8_CACHE),
     head_multiple=8,
@@ -208,6 +215,7 @@ CUDA = Target(
     float_prefill=False,  # the kernel prefills in half precision and quantises what it stores
     padded_kernel="MultiHeadAttention",
     encoder_precisions=(Precision(name="fp32", activations="float32"),),
+    takes_zero_points=False,  # the compact GEMM has none
     largest_cached_head=256,
     fast_decode=FastDecode(
         kernel="XQA", head_dims=(64, 128, 256), groups=(1, 2, 4, 5, 8, 16, 32), quantised_groups=(4, 8, 16, 32)

@@ -80,6 +80,20 @@ _ROTARY_PADDED_ATTENTION = _op(
     floats="scale softcap",
     ints="num_heads kv_num_heads rotary_interleaved",
 )
+_BIASED_PADDED_ATTENTION = _op(
+    "BiasedPaddedAttention",
+    inputs="query key value lengths:i32 bias",
+    outputs="output",
+    floats="scale softcap",
+    ints="num_heads kv_num_heads",
+)
+_BIASED_ROTARY_PADDED_ATTENTION = _op(
+    "BiasedRotaryPaddedAttention",
+    inputs="query key value lengths:i32 cos sin bias",
+    outputs="output",
+    floats="scale softcap",
+    ints="num_heads kv_num_heads rotary_interleaved",
+)
 _POOLS = {
     kind: _op(name, inputs="hidden lengths:i32", outputs="pooled")
     for kind, name in (
@@ -138,6 +152,7 @@ def _padded_attention(
     lengths: ir.Value,
     cos: ir.Value | None,
     sin: ir.Value | None,
+    bias: ir.Value | None,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
@@ -146,9 +161,14 @@ def _padded_attention(
 ) -> Any:  # noqa: ANN401
     inputs = (query, key, value, lengths)
     attributes = {"num_heads": num_heads, "kv_num_heads": num_kv_heads, "scale": scale, "softcap": softcap}
-    if cos is None:
+    if cos is None and bias is None:
         return _PADDED_ATTENTION(*inputs, **attributes)
-    return _ROTARY_PADDED_ATTENTION(*inputs, cos, sin, **attributes, rotary_interleaved=int(interleaved))
+    if cos is None:
+        return _BIASED_PADDED_ATTENTION(*inputs, bias, **attributes)
+    turning = attributes | {"rotary_interleaved": int(interleaved)}
+    if bias is None:
+        return _ROTARY_PADDED_ATTENTION(*inputs, cos, sin, **turning)
+    return _BIASED_ROTARY_PADDED_ATTENTION(*inputs, cos, sin, bias, **turning)
 
 
 def _pool(hidden: ir.Value, lengths: ir.Value, kind: str) -> Any:  # noqa: ANN401

@@ -100,14 +100,18 @@ class Attention(nn.Module):
         )
         return self.output(attended), present_key, present_value
 
-    def encode(self, x: Tensor, lengths: Tensor, tables: RotaryTables | None) -> Tensor:
-        """Attention within padded texts x [B, S, W] of `lengths` int32 [B]; returns [B, S, W]."""
+    def encode(self, x: Tensor, lengths: Tensor, tables: RotaryTables | None, bias: Tensor | None) -> Tensor:
+        """Attention within padded texts x [B, S, W] of `lengths` int32 [B]; returns [B, S, W].
+
+        `bias` float [1, 1 or N, S, S] is added to the scores; it carries the window too.
+        """
         config = self.config
         attended = padded_attention(
             *self._project(x),
             lengths,
             tables.cos if tables else None,
             tables.sin if tables else None,
+            bias,
             config.num_heads,
             config.num_kv_heads,
             config.softmax_scale,
@@ -128,11 +132,13 @@ class Attention(nn.Module):
     def _visible(self, length: int, padding: Tensor | None) -> Tensor | None:
         """Bool mask that broadcasts to [B, N, S, S], or None when every position sees every other."""
         visible = None
+        position = torch.arange(length)
         if self.config.causal:
-            position = torch.arange(length)
             visible = position[None, :] <= position[:, None]
             if self.config.window is not None:
                 visible = visible & (position[None, :] > position[:, None] - self.config.window)
+        elif self.config.window is not None:
+            visible = (position[None, :] - position[:, None]).abs() < self.config.window
         if padding is not None:
             real = padding[:, None, None, :]
             visible = real if visible is None else visible & real

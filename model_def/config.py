@@ -6,7 +6,7 @@ it does not read any checkpoint format (see `huggingface.py`, `gguf.py`).
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from graphport.model_def.position_config import (
     ConfigError,
@@ -16,6 +16,7 @@ from graphport.model_def.position_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RelativeBias,
     RotaryPosition,
     SinusoidalPosition,
     YarnScaling,
@@ -23,12 +24,12 @@ from graphport.model_def.position_config import (
     require_count,
     require_positive,
 )
+from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NormKind = Literal["layer", "rms"]
 NormOrder = Literal["pre", "post", "sandwich"]
 HeadKind = Literal["tied", "separate", "none"]
-PoolingKind = Literal["mean", "mean_sqrt", "cls", "last", "max"]
 
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
@@ -51,7 +52,10 @@ class NormConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionConfig:
-    """softmax(scale * Q K^T) V over heads; `window` w lets position i see (i-w, i]; order scale, cap, mask."""
+    """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
+
+    `window` w lets position i see (i-w, i], and without causality (i-w, i+w).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -75,8 +79,6 @@ class AttentionConfig:
                 require_positive(f"attention {name}", getattr(self, name))
         if self.window is not None:
             require_count("attention window", self.window)
-            if not self.causal:
-                raise ConfigError(f"a sliding window ({self.window}) needs causal attention")
         if self.rotary is not None:
             self._check_rotary(self.rotary)
 
@@ -129,30 +131,21 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x)))."""
+    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))).
+
+    `attention_norm` False: attention reads x as it is, normed already (ModernBERT's first layer, pre).
+    """
 
     attention: AttentionConfig
     feed_forward: FeedForwardConfig
     norm: NormConfig
     norm_order: NormOrder = "pre"
+    attention_norm: bool = True
 
     def __post_init__(self) -> None:
         require_choice("norm_order", self.norm_order, ("pre", "post", "sandwich"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingConfig:
-    """How an encoder's hidden states become one vector a text, over its real tokens alone.
-
-    mean: sum / length; mean_sqrt: sum / sqrt(length); cls: the first; last: the last; max: the largest of each channel.
-    `normalize`: whether the model's recipe scales the vector to length 1 (done by the runtime, not in the graph).
-    """
-
-    kind: PoolingKind = "mean"
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        require_choice("pooling kind", self.kind, get_args(PoolingKind))
+        if not self.attention_norm and self.norm_order != "pre":
+            raise ConfigError(f"attention_norm may be left out of norm_order 'pre' alone, got {self.norm_order!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +156,7 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` is an encoder's.
+    `pooling` and `classifier` are an encoder's; one of them at most.
     """
 
     vocab_size: int
@@ -171,6 +164,7 @@ class TransformerConfig:
     max_positions: int
     blocks: tuple[BlockConfig, ...]
     position: LearnedPosition | SinusoidalPosition | None = None
+    relative_bias: RelativeBias | None = None
     token_types: int = 0
     embedding_norm: NormConfig | None = None
     embedding_width: int | None = None
@@ -181,6 +175,7 @@ class TransformerConfig:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     pooling: PoolingConfig | None = None
+    classifier: ClassifierConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions"):
@@ -189,8 +184,6 @@ class TransformerConfig:
             require_count("embedding_width", self.embedding_width)
             if self.head == "tied":
                 raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
-        if self.token_types != 0:
-            require_count("token_types", self.token_types)
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -207,8 +200,20 @@ class TransformerConfig:
             )
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
-        if self.pooling is not None and self.is_causal:
-            raise ConfigError("pooling is for encoders, whose blocks are bidirectional; these are causal")
+        self._check_encoder()
+
+    def _check_encoder(self) -> None:
+        """What encoders alone have."""
+        if self.token_types != 0:
+            require_count("token_types", self.token_types)
+        if self.relative_bias is not None and (self.is_causal or len({b.attention.num_heads for b in self.blocks}) > 1):
+            raise ConfigError("a relative bias is shared by bidirectional layers of one number of heads")
+        if (self.pooling or self.classifier) and self.is_causal:
+            raise ConfigError(
+                "pooling and classifiers are for encoders, whose blocks are bidirectional; these are causal"
+            )
+        if self.pooling and self.classifier:
+            raise ConfigError("an encoder has pooling or a classifier, not both")
 
     @property
     def num_layers(self) -> int:
@@ -245,11 +250,13 @@ _RECORDS = {
         RotaryPosition,
         LearnedPosition,
         SinusoidalPosition,
+        RelativeBias,
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,
         BlockConfig,
         PoolingConfig,
+        ClassifierConfig,
         TransformerConfig,
     )
 }

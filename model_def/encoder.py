@@ -6,13 +6,13 @@ the eager reference for one text at a time is `Transformer` itself.
 Shapes: `B` rows, `S` tokens of the longest row, `W` hidden size.
 """
 
-from torch import Tensor, arange, float32, nn
+from torch import Tensor, arange, finfo, float32, nn, tensor, where
 
 from graphport.model_def.attention import RotaryTables
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.ops import pool
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.positions import length_switch
+from graphport.model_def.positions import length_switch, relative_buckets
 from graphport.model_def.transformer import Transformer
 
 
@@ -31,23 +31,41 @@ class Encoder(nn.Module):
             if tables is not None:
                 self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
                 self.register_buffer(f"sin_{layer}", tables.sin, persistent=False)
+        if model.config.relative_bias is not None:
+            self.register_buffer("buckets", relative_buckets(model.config.relative_bias, max_length), persistent=False)
 
     def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:
         """input_ids int64 [B, S], lengths int32 [B], token_types int64 [B, S] to hidden states float32 [B, S, W].
 
-        With pooling also embeddings float32 [B, W], not normalised. Hidden states beyond a row's length are
-        unspecified.
+        With pooling also embeddings float32 [B, W], not normalised; with a classifier logits float32 [B, L], or
+        [B, S, L] per token. Hidden states and logits beyond a row's length are unspecified.
         """
-        x = self.model.embed(input_ids, arange(input_ids.shape[1]), token_types)
+        length = input_ids.shape[1]
+        x = self.model.embed(input_ids, arange(length), token_types)
+        biases = self._biases(length)
         for layer, block in enumerate(self.model.layers):
-            x = block.after_attention(
-                x, block.attention.encode(block.before_attention(x), lengths, self._tables(layer))
-            )
+            attended = block.attention.encode(block.before_attention(x), lengths, self._tables(layer), biases[layer])
+            x = block.after_attention(x, attended)
         x = self.model.read_out(x)
+        hidden = x.to(float32)
+        if self.model.classifier is not None:
+            return hidden, self.model.classifier(x).to(float32)
         pooling = self.model.config.pooling
-        if pooling is None:
-            return (x.to(float32),)
-        return x.to(float32), pool(x, lengths, pooling.kind).to(float32)
+        return (hidden,) if pooling is None else (hidden, pool(x, lengths, pooling.kind).to(float32))
+
+    def _biases(self, length: int) -> list[Tensor | None]:
+        """What is added to the scores of each layer [1, 1 or N, S, S]: the relative bias, and what a window hides."""
+        has_relative = self.model.config.relative_bias is not None
+        relative = self.model.position_bias(self.get_buffer("buckets"), length) if has_relative else None
+        made: dict[int | None, Tensor | None] = {None: relative}
+        position = arange(length)
+        for block in self.model.config.blocks:
+            window = block.attention.window
+            if window is not None and window not in made:
+                is_near = (position[None, :] - position[:, None]).abs() < window
+                hidden = where(is_near, tensor(0.0), tensor(finfo(float32).min))[None, None]
+                made[window] = hidden if relative is None else hidden + relative
+        return [made[block.attention.window] for block in self.model.config.blocks]
 
     def _tables(self, layer: int) -> RotaryTables | None:
         if self.model.config.blocks[layer].attention.rotary is None:

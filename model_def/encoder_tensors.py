@@ -1,11 +1,14 @@
 """Which tensors of a Hugging Face encoder's files are its parameters, which belong to heads, and what is missing.
 
-In: the files' inventory, a family, the shapes that the config needs. Out: the checkpoint's name of each parameter, and
-notes. It reads no weights.
+In: the files' inventory, a family, the shapes that the config needs. Out: where each parameter is, and notes. It
+reads no weights by itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from graphport.model_def.checkpoint_record import Shape, account_for_tensors, stored_name
 from graphport.model_def.huggingface_encoders import EncoderFamily
@@ -18,28 +21,43 @@ _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 _OLD_ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
 
 
+class StoredPart(NamedTuple):
+    """A parameter in the files: the tensor's name, and which of how many equal parts of its rows."""
+
+    name: str
+    part: int = 0
+    num_parts: int = 1
+
+    def read(self, files: WeightFiles) -> Tensor:
+        """The parameter as float32."""
+        return files.read(self.name).chunk(self.num_parts)[self.part].contiguous()
+
+
 def find_encoder_tensors(
-    where: str, family: EncoderFamily, files: WeightFiles, shapes: Mapping[str, Shape]
-) -> tuple[dict[str, str], list[str]]:
-    """The checkpoint's name of each of our parameters `shapes`, and notes on what was left out or converted.
+    where: str, family: EncoderFamily, files: WeightFiles, shapes: Mapping[str, Shape], head: Mapping[str, str]
+) -> tuple[dict[str, StoredPart], list[str]]:
+    """Where each of our parameters `shapes` is in the files, and notes on what was left out or converted.
+
+    `head`: a classifier's parameters to the checkpoint's names of them.
 
     Raises CheckpointError for what is missing, extra or of the wrong shape.
     """
     has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
     prefix = family.prefix if has_prefix else ""
-    names = {name: _spelled(prefix + stored, files) for name, stored in _pairs(family, shapes)}
-    needed = {stored: shapes[ours] for ours, stored in names.items()}
+    parts = {name: StoredPart(head[name]) if name in head else _part(name, prefix, family, files) for name in shapes}
+    needed = {part.name: (shapes[ours][0] * part.num_parts, *shapes[ours][1:]) for ours, part in parts.items()}
     left_out = [name for name in files.tensors if name not in needed and _is_left_out(name, prefix, family)]
     present = {name: tensor for name, tensor in files.tensors.items() if name not in left_out}
     account_for_tensors(where, found={name: tensor.shape for name, tensor in present.items()}, needed=needed)
     notes = check_dtypes(Path(where), present)
     heads = sorted(name for name in left_out if not name.endswith(_BUFFERS))
-    return names, [*notes, f"left out, embeddings need no head: {', '.join(heads)}"] if heads else notes
+    return parts, [*notes, f"left out, of heads that are not used: {', '.join(heads)}"] if heads else notes
 
 
-def _pairs(family: EncoderFamily, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
-    for name in shapes:
-        yield name, stored_name(name, outer=family.outer, blocks=family.blocks, modules=family.modules)
+def _part(name: str, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:
+    stored = stored_name(name, outer=family.outer, blocks=family.blocks, modules=family.modules)
+    module = ".".join(name.split(".")[2:-1])
+    return StoredPart(_spelled(prefix + stored, files), *family.fused.get(module, (0, 1)))
 
 
 def _spelled(name: str, files: WeightFiles) -> str:

@@ -22,6 +22,7 @@ from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import read_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
+from graphport.model_def.huggingface_heads import read_classifier
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
@@ -30,7 +31,7 @@ from graphport.model_def.huggingface_tokenizer import (
 )
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
-from graphport.model_def.sentence_transformers import read_sentence_recipe
+from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe
 from graphport.model_def.transformer import parameter_shapes
 
 CONFIG_FILE = "config.json"
@@ -108,23 +109,34 @@ def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily
         config, notes = read_encoder_config(values, family)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
-    recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
-    config = dataclasses.replace(config, pooling=recipe.pooling)
+    recipe, head = None, None if (folder / MODULES_FILE).is_file() else read_classifier(values)
+    if head is None:
+        recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
+        config = dataclasses.replace(config, pooling=recipe.pooling)
+    else:
+        config = dataclasses.replace(config, pooling=None, classifier=head[0])
     files = find_weight_files(folder)
     shapes = parameter_shapes(config)
-    names, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes)
+    parts, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes, {} if head is None else head[1])
     tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
     return Checkpoint(
         config=config,
-        weights={ours: files.read(stored) for ours, stored in names.items()},
+        weights={ours: part.read(files) for ours, part in parts.items()},
         generation=dataclasses.replace(generation, eos_token_ids=()),
         tokenizer_json=tokenizer_json,
         chat_template=None,
         special_tokens=read_special_tokens(folder),
         source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
-        notes=(*notes, *recipe.notes, *files.notes, *tensor_notes, *generation_notes, *tokenizer_notes),
-        text_limit=recipe.text_limit,
+        notes=(
+            *notes,
+            *(recipe.notes if recipe else ()),
+            *files.notes,
+            *tensor_notes,
+            *generation_notes,
+            *tokenizer_notes,
+        ),
+        text_limit=recipe.text_limit if recipe else None,
     )
 
 

@@ -13,11 +13,20 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
-    PoolingConfig,
     TransformerConfig,
 )
-from graphport.model_def.huggingface_values import Values, check_keys, or_default, read_activation, read_integer
-from graphport.model_def.position_config import LearnedPosition
+from graphport.model_def.huggingface_values import (
+    ENCODER_IGNORED,
+    ENCODER_NEUTRAL,
+    Values,
+    check_keys,
+    or_default,
+    read_activation,
+    read_integer,
+)
+from graphport.model_def.modernbert_config import read_modernbert_config
+from graphport.model_def.position_config import LearnedPosition, RelativeBias
+from graphport.model_def.readout_config import PoolingConfig
 
 _LAYER_KEYS = {
     "hidden_size": "hidden_size",
@@ -26,29 +35,12 @@ _LAYER_KEYS = {
     "heads": "num_attention_heads",
     "activation": "hidden_act",
 }
+_MPNET_BUCKETS = 32
 _EPSILON = 1e-12  # transformers' default, and what distilbert fixes
 
 _COMMON_KEYS = ("model_type", "vocab_size", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
 
-# accepted at these values alone; whatever stands there beyond them changes the computation
-_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
-    "position_embedding_type": (None, "absolute"),
-    "is_decoder": (None, False),
-    "add_cross_attention": (None, False),
-    "is_encoder_decoder": (None, False),
-    "quantization_config": (None,),
-    "pruned_heads": (None, {}),
-    "chunk_size_feed_forward": (None, 0),
-    "auto_map": (None,),
-}
-_IGNORED_KEYS = (
-    *("gradient_checkpointing", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
-    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
-    *("directionality", "model_max_length", "tie_word_embeddings", "output_past", "dropout", "qa_dropout"),
-    *("seq_classif_dropout", "tie_weights_", "summary_type", "summary_use_proj", "summary_activation"),
-    *("summary_last_dropout",),
-)
-
+_PROJECTIONS = ("query", "key", "value", "output")
 _BERT_BLOCKS = {
     "attention.query": "attention.self.query",
     "attention.key": "attention.self.key",
@@ -65,8 +57,34 @@ _BERT_OUTER = {
     "token_type.weight": "embeddings.token_type_embeddings.weight",
     "embedding_norm.weight": "embeddings.LayerNorm.weight",
     "embedding_norm.bias": "embeddings.LayerNorm.bias",
+    "relative_bias.weight": "encoder.relative_attention_bias.weight",
     "embedding_projection.weight": "embeddings_project.weight",
     "embedding_projection.bias": "embeddings_project.bias",
+}
+_MPNET_BLOCKS = {
+    **{f"attention.{ours}": f"attention.attn.{theirs}" for ours, theirs in zip(_PROJECTIONS, "qkvo", strict=True)},
+    "attention_norm": "attention.LayerNorm",
+    "feed_forward.up": "intermediate.dense",
+    "feed_forward.down": "output.dense",
+    "feed_forward_norm": "output.LayerNorm",
+}
+_MODERNBERT_OUTER = {
+    "embedding.weight": "embeddings.tok_embeddings.weight",
+    "embedding_norm.weight": "embeddings.norm.weight",
+    "embedding_norm.bias": "embeddings.norm.bias",
+    "final_norm.weight": "final_norm.weight",
+    "final_norm.bias": "final_norm.bias",
+}
+_MODERNBERT_BLOCKS = {
+    "attention.query": "attn.Wqkv",
+    "attention.key": "attn.Wqkv",
+    "attention.value": "attn.Wqkv",
+    "attention.output": "attn.Wo",
+    "attention_norm": "attn_norm",
+    "feed_forward.gate": "mlp.Wi",
+    "feed_forward.up": "mlp.Wi",
+    "feed_forward.down": "mlp.Wo",
+    "feed_forward_norm": "mlp_norm",
 }
 _DISTILBERT_KEYS = {
     "hidden_size": "dim",
@@ -93,7 +111,8 @@ class EncoderFamily:
 
     `keys`: our name of a size to the config's key. `extra_keys` are read besides, or must be neutral. `prefix` stands
     before every tensor in a checkpoint with a head. `heads` are the prefixes of tensors that no embedding needs.
-    `pads_first`: the row of the position table after that of the padding id is the first position's.
+    `pads_first`: the row of the position table after that of the padding id is the first position's. `fused`: modules
+    of ours that are the n-th of m equal parts of the rows of the checkpoint's. `relative_bias`: scores have one.
     """
 
     model_type: str
@@ -105,6 +124,8 @@ class EncoderFamily:
     extra_keys: tuple[str, ...] = ()
     heads: tuple[str, ...] = ("pooler.", "cls.", "classifier.", "qa_outputs.")
     pads_first: bool = False
+    relative_bias: bool = False
+    fused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 _BERT_EXTRA = ("type_vocab_size", "layer_norm_eps")
@@ -157,6 +178,30 @@ ENCODER_FAMILIES = (
         extra_keys=(*_BERT_EXTRA, "embedding_size"),
         heads=(*_ELECTRA_HEADS, "classifier.", "qa_outputs."),
     ),
+    EncoderFamily(
+        model_type="mpnet",
+        prefix="mpnet.",
+        outer=_BERT_OUTER,
+        blocks="encoder.layer",
+        modules=_MPNET_BLOCKS,
+        extra_keys=("layer_norm_eps", "relative_attention_num_buckets"),
+        heads=_ROBERTA_HEADS,
+        pads_first=True,
+        relative_bias=True,
+    ),
+    EncoderFamily(
+        model_type="modernbert",
+        prefix="model.",
+        outer=_MODERNBERT_OUTER,
+        blocks="layers",
+        modules=_MODERNBERT_BLOCKS,
+        fused={
+            **{f"attention.{part}": (i, 3) for i, part in enumerate(("query", "key", "value"))},
+            "feed_forward.gate": (0, 2),
+            "feed_forward.up": (1, 2),
+        },
+        heads=("head.", "decoder.", "classifier."),
+    ),
 )
 
 
@@ -170,13 +215,20 @@ def read_encoder_config(values: Values, family: EncoderFamily) -> tuple[Transfor
 
     Raises CheckpointError for keys and values that are not supported, ConfigError for numbers that no transformer has.
     """
+    if family.model_type == "modernbert":
+        return read_modernbert_config(values)
     read = {*_COMMON_KEYS, *family.keys.values(), *family.extra_keys}
-    notes = check_keys(values, family.model_type, read=read, ignored=_IGNORED_KEYS, neutral=_NEUTRAL_VALUES)
+    notes = check_keys(values, family.model_type, read=read, ignored=ENCODER_IGNORED, neutral=ENCODER_NEUTRAL)
     size = {name: read_integer(values, key) for name, key in family.keys.items() if name != "activation"}
     if size["hidden_size"] % size["heads"]:
         raise CheckpointError(
             f"config.json: {family.keys['hidden_size']} ({size['hidden_size']}) is no multiple of "
             f"{family.keys['heads']} ({size['heads']})"
+        )
+    if family.relative_bias and values.get("relative_attention_num_buckets", _MPNET_BUCKETS) != _MPNET_BUCKETS:
+        raise CheckpointError(
+            f"config.json: relative_attention_num_buckets must be {_MPNET_BUCKETS}, which transformers computes "
+            f"whatever the config says; got {values['relative_attention_num_buckets']!r}"
         )
     norm = NormConfig(kind="layer", epsilon=_epsilon(values, family, notes), bias=True)
     attention = AttentionConfig(
@@ -203,6 +255,7 @@ def read_encoder_config(values: Values, family: EncoderFamily) -> tuple[Transfor
         max_positions=position.max_positions,
         blocks=(block,) * size["layers"],
         position=position,
+        relative_bias=RelativeBias(num_buckets=_MPNET_BUCKETS) if family.relative_bias else None,
         token_types=read_integer(values, "type_vocab_size") if "type_vocab_size" in family.extra_keys else 0,
         embedding_norm=norm,
         embedding_width=_embedding_width(values, family, size["hidden_size"]),

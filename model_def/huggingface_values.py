@@ -49,6 +49,25 @@ _IGNORED_KEYS = frozenset(
     )
 )
 
+# of encoders: accepted at these values alone; whatever stands there beyond them changes the computation
+ENCODER_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "position_embedding_type": (None, "absolute"),
+    "is_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "chunk_size_feed_forward": (None, 0),
+    "auto_map": (None,),
+}
+ENCODER_IGNORED = (
+    *("gradient_checkpointing", "attention_probs_dropout_prob", "hidden_dropout_prob", "classifier_dropout"),
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    *("directionality", "model_max_length", "tie_word_embeddings", "output_past", "dropout", "qa_dropout"),
+    *("seq_classif_dropout", "tie_weights_", "summary_type", "summary_use_proj", "summary_activation"),
+    *("summary_last_dropout",),
+)
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

@@ -115,6 +115,7 @@ def padded_attention(
     lengths: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    bias: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     scale: float,
@@ -124,7 +125,8 @@ def padded_attention(
     """Bidirectional attention within rows of different lengths.
 
     query [B, S, N*H]; key, value [B, S, K*H]; lengths int32 [B], a row's real tokens, which come first; cos, sin
-    [P, D/2] or None, for positions 0 .. S-1. softcap 0 is off. Returns the heads joined [B, S, N*H]. Keys and values
+    [P, D/2] or None, for positions 0 .. S-1; bias float, broadcasts to [B, N, S, S] from [1, 1 or N, S, S], is added to
+    the scores after the cap. softcap 0 is off. Returns the heads joined [B, S, N*H]. Keys and values
     beyond a row's length reach nothing, whatever they hold; the output there is finite and otherwise unspecified.
     """
     length = query.shape[1]
@@ -139,7 +141,7 @@ def padded_attention(
         keys.where(written, 0),
         split_heads(value, num_kv_heads).where(written, 0),
         visible=real[:, None, None],
-        bias=None,
+        bias=bias,
         scale=scale,
         softcap=softcap,
     )
@@ -154,6 +156,7 @@ def _(
     lengths: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
+    bias: Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     scale: float,

@@ -152,6 +152,27 @@ class SinusoidalPosition:
         require_count("max_positions of the sinusoidal table", self.max_positions)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeBias:
+    """A trained number a head for each bucket of distances, added to the scores of every layer (T5, MPNet).
+
+    Half of the `num_buckets` are for keys before the query; in each half the first half are single distances, the
+    others grow with the logarithm up to `max_distance`.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        require_count("num_buckets of the relative bias", self.num_buckets)
+        require_count("max_distance of the relative bias", self.max_distance)
+        if self.num_buckets % 4 or self.max_distance <= self.num_buckets // 4:
+            raise ConfigError(
+                f"a relative bias needs a multiple of 4 buckets and max_distance above a quarter of them; got "
+                f"{self.num_buckets} and {self.max_distance}"
+            )
+
+
 def require_positive(name: str, value: float) -> None:
     """Raise ConfigError unless `value` is a finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

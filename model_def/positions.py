@@ -17,6 +17,7 @@ from graphport.model_def.position_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RelativeBias,
     RotaryPosition,
     YarnScaling,
 )
@@ -80,6 +81,19 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Ten
     turned = (first * cos - second * sin, second * cos + first * sin)
     rotated = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
     return torch.cat((rotated.to(heads.dtype), passing), dim=-1)
+
+
+def relative_buckets(bias: RelativeBias, length: int) -> Tensor:
+    """The bucket of each distance key - query from -(length - 1) to length - 1, int64 [2 * length - 1].
+
+    (Raffel et al. 2020, section 2.1, as T5's and MPNet's code has it, bidirectional.)
+    """
+    distance = torch.arange(1 - length, length)
+    half, single = bias.num_buckets // 2, bias.num_buckets // 4
+    size = distance.abs()
+    growth = torch.log(size.clamp(min=1).float() / single) / math.log(bias.max_distance / single) * (half - single)
+    far = (single + growth.to(torch.int64)).clamp(max=half - 1)
+    return torch.where(size < single, size, far) + half * (distance > 0)
 
 
 def sinusoidal_table(num_positions: int, width: int) -> Tensor:

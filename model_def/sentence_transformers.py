@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphport.model_def.checkpoint_record import CheckpointError, read_json, read_json_list
-from graphport.model_def.config import PoolingConfig, PoolingKind
+from graphport.model_def.readout_config import PoolingConfig, PoolingKind
 
 MODULES_FILE = "modules.json"
 _LIMIT_FILE = "sentence_bert_config.json"

@@ -150,7 +150,8 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     `input_ids` int64 [batch, sequence]; `lengths` int32 [batch], the real tokens of each row, which come first (padding
     before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
     `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
-    [batch, hidden] where it pools, not normalised.
+    [batch, hidden] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
+    each token, where it classifies.
     """
     inputs = [
         TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
@@ -162,6 +163,10 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", "sequence", width))]
     if config.pooling is not None:
         outputs.append(TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", width)))
+    if config.classifier is not None:
+        tokens = ("sequence",) if config.classifier.per_token else ()
+        shape = ("batch", *tokens, len(config.classifier.labels))
+        outputs.append(TensorSpec(name=LOGITS, dtype="float32", shape=shape))
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
 
 

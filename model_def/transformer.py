@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from graphport.model_def.attention import Attention, CacheStep, RotaryTables
+from graphport.model_def.classifier import Classifier
 from graphport.model_def.config import BlockConfig, TransformerConfig
 from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition
-from graphport.model_def.positions import length_switch, rotary_tables, sinusoidal_table
+from graphport.model_def.positions import length_switch, relative_buckets, rotary_tables, sinusoidal_table
 
 
 class Block(nn.Module):
@@ -26,20 +27,32 @@ class Block(nn.Module):
         super().__init__()
         self.norm_order = config.norm_order
         is_sandwich = config.norm_order == "sandwich"
-        self.attention_norm = Norm(config.norm, hidden_size)
+        self.attention_norm = Norm(config.norm, hidden_size) if config.attention_norm else None
         self.attention = Attention(config.attention, hidden_size)
         self.attention_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
         self.feed_forward_norm = Norm(config.norm, hidden_size)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size)
         self.feed_forward_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
 
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        tables: RotaryTables | None = None,
+        padding: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream [B, S, W] of whole texts after this block; see `Attention.forward`."""
+        attended = self.attention(self.before_attention(x), tables=tables, padding=padding, bias=bias)
+        return self.after_attention(x, attended)
+
     def before_attention(self, x: Tensor) -> Tensor:
         """What attention reads, x [B, S, W]."""
-        return x if self.norm_order == "post" else self.attention_norm(x)
+        return x if self.norm_order == "post" or self.attention_norm is None else self.attention_norm(x)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the block, given the residual stream x and the attention's output [B, S, W]."""
-        if self.norm_order == "post":
+        if self.norm_order == "post" and self.attention_norm is not None:
             x = self.attention_norm(x + attended)
             normal: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
             return normal
@@ -65,11 +78,15 @@ class Transformer(nn.Module):
         if isinstance(config.position, LearnedPosition):
             rows = config.position.max_positions + config.position.offset
             self.position = nn.Embedding(rows, width)
+        self.relative_bias: nn.Embedding | None = None
+        if config.relative_bias is not None:
+            self.relative_bias = nn.Embedding(config.relative_bias.num_buckets, config.blocks[0].attention.num_heads)
         self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
         self.embedding_norm = Norm(config.embedding_norm, width) if config.embedding_norm else None
         self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
         self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.head: Head | None = Head(config) if config.head != "none" else None
 
     def forward(
@@ -100,9 +117,11 @@ class Transformer(nn.Module):
         length = input_ids.shape[1]
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed(input_ids, positions, token_types)
+        if self.config.relative_bias is not None:
+            relative = self.position_bias(relative_buckets(self.config.relative_bias, length), length)
+            bias = relative if bias is None else bias + relative
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
-            attended = block.attention(block.before_attention(x), tables=tables, padding=padding, bias=bias)
-            x = block.after_attention(x, attended)
+            x = block(x, tables=tables, padding=padding, bias=bias)
         return x
 
     @property
@@ -111,7 +130,7 @@ class Transformer(nn.Module):
         return cast("list[Block]", list(self.blocks))
 
     def embed(self, input_ids: Tensor, positions: Tensor, token_types: Tensor | None = None) -> Tensor:
-        """Ids [B, S] at `positions` [S] or [B, S], of `token_types` [B, S] (None: 0), to the residual stream [B, S, W].
+        """Ids [B, S] at `positions` [S] or [B, S], of `token_types` [B, S] or 0, to the stream [B, S, W].
 
         Token types are added last: that sum and the norm after it are one kernel.
         """
@@ -131,6 +150,14 @@ class Transformer(nn.Module):
         if self.embedding_projection is not None:
             x = self.embedding_projection(x)
         return x  # type: ignore[no-any-return]  # nn.Module returns Any
+
+    def position_bias(self, buckets: Tensor, length: int) -> Tensor:
+        """What is added to the scores of `length` S positions [1, N, S, S]; `buckets` [2 * P - 1], P at least S."""
+        assert self.relative_bias is not None
+        position = torch.arange(length)
+        distance = position[None, :] - position[:, None] + (buckets.shape[0] - 1) // 2
+        biases: Tensor = self.relative_bias(buckets[distance])  # [S, S, N]
+        return biases.permute(2, 0, 1)[None]
 
     def read_out(self, x: Tensor) -> Tensor:
         """The residual stream [..., W] to logits [..., V], or to hidden states without a head."""

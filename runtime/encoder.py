@@ -1,7 +1,7 @@
-"""An encoder's bundle opened for use: texts or ids in, one vector a text out.
+"""An encoder's bundle opened for use: texts or ids in, a vector or label scores a text out.
 
-In: texts in any number and order. Out: embeddings float32, in that order. It checks every text before any runs; which
-texts run together is decided by `encoder_batches.py`. Legend: W hidden size.
+In: texts in any number and order. Out: embeddings or label scores float32, in that order. It checks every text before
+any runs; which texts run together is decided by `encoder_batches.py`. Legend: W hidden size, L labels.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import Device, DeviceWish, default_threads
@@ -124,7 +124,8 @@ class Encoder:
         """
         pooling = self.manifest.config.pooling
         if pooling is None:
-            raise ValueError("this bundle has no pooling, so no vector a text; use hidden_states")
+            other = "hidden_states" if self.manifest.config.classifier is None else "classify"
+            raise ValueError(f"this bundle has no pooling, so no vector a text; use {other}")
         rows = self._checked_rows(texts, truncate=truncate)
         vectors = np.empty((len(rows), self.dimension), np.float32)
         for batch, found in self._runs(rows, EMBEDDINGS, batch_size):
@@ -146,6 +147,32 @@ class Encoder:
                 states[index] = row[: len(rows[index])].copy()
                 _require_finite(states[index])
         return states
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What a classifier tells apart; empty for other encoders."""
+        classifier = self.manifest.config.classifier
+        return () if classifier is None else classifier.labels
+
+    def classify(
+        self, texts: Sequence[Text], *, batch_size: int | None = None, truncate: bool = False
+    ) -> list[NDArray[np.float32]]:
+        """Probabilities of `labels` for each text, float32 [L], or of each of its tokens, float32 [tokens, L].
+
+        They sum to 1, or lie between 0 and 1 each where labels do not exclude each other; of a single label the score
+        is given as it is (a regression). Arguments and errors as of `encode`.
+        """
+        classifier = self.manifest.config.classifier
+        if classifier is None:
+            raise ValueError("this bundle has no classifier; use encode or hidden_states")
+        rows = self._checked_rows(texts, truncate=truncate)
+        scores: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(rows)
+        for batch, found in self._runs(rows, LOGITS, batch_size):
+            for index, row in zip(batch, found, strict=True):
+                logits = row[: len(rows[index])] if classifier.per_token else row
+                _require_finite(logits)
+                scores[index] = _probabilities(logits, multi_label=classifier.multi_label)
+        return scores
 
     def close(self) -> None:
         """Give the session back; later calls raise."""
@@ -206,6 +233,18 @@ def _too_long(name: str, length: int, most: int) -> str:
         f"{name} has {length} tokens, more than max_length ({most}); shorten it, or cut it with truncate=True (embed: "
         "--truncate), or export with a larger --context"
     )
+
+
+def _probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> NDArray[np.float32]:
+    """Softmax of logits [..., L], a sigmoid of each with `multi_label`, a single one as it is."""
+    if logits.shape[-1] == 1:
+        return logits.copy()
+    if multi_label:
+        each: NDArray[np.float32] = 0.5 * (1 + np.tanh(0.5 * logits))  # the logistic function, without overflow
+        return each
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    shares: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
 
 
 def _require_finite(values: NDArray[np.float32]) -> None:

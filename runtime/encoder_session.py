@@ -61,9 +61,9 @@ class EncoderSession:
         self._setup = cuda  # the stream lives as long as the session that runs on it
 
     def run(self, rows: Sequence[Sequence[int]], output: str) -> NDArray[np.float32]:
-        """`output` (hidden_states [B, S, W] or embeddings [B, W]) of rows of ids, padded to the longest.
+        """`output` of rows of ids padded to the longest: hidden_states [B, S, W], embeddings [B, W], or logits.
 
-        What is beyond a row's length in hidden states is unspecified. Token types, where the graph has them, are 0.
+        What is beyond a row's length is unspecified. Token types, where the graph has them, are 0.
         """
         lengths = np.array([len(row) for row in rows], np.int32)
         ids = np.zeros((len(rows), int(lengths.max())), np.int64)

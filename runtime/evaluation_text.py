@@ -9,7 +9,6 @@ import json
 import sys
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,24 +65,6 @@ class EvaluationText:
         np.add.at(depth, self.spans[tokens, 0], 1)
         np.add.at(depth, self.spans[tokens, 1], -1)
         return depth.cumsum()[:-1] > 0
-
-
-def read_text(path: Path) -> str:
-    """The file's text. Raises ValueError when there is none, or it is no UTF-8, and says where."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise ValueError(f"no file at {path}; TEXTFILE names a text in UTF-8") from error
-    except IsADirectoryError as error:
-        raise ValueError(f"{path} is a folder; TEXTFILE names one file of text in UTF-8") from error
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path} is no UTF-8: byte 0x{data[error.start]:02X} at position {error.start} (line {line}); convert it, "
-            "for example with iconv -t UTF-8"
-        ) from error
 
 
 def evaluation_text(content: str, tokenizer: Tokenizer | None, *, vocab_size: int, name: str) -> EvaluationText:

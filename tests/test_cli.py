@@ -21,7 +21,8 @@ from graphport.runtime.sampling import NonFiniteLogitsError
 
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
-    "export": "SOURCE OUT --accuracy-level --context --debug --disable-pass --force --kv-cache --no-prepare "
+    "export": "SOURCE OUT --accuracy-level --calibration --context --debug --disable-pass --force --kv-cache --max-kl "
+    "--no-prepare "
     "--no-verify --precision --require-exact --require-fused --seed --target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
     "--seed --stop --temperature --top-k --top-p",

@@ -45,6 +45,8 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
         "kv_cache": "auto",
         "context": None,
         "accuracy_level": None,
+        "calibration": None,
+        "max_kl": None,
         "seed": 0,
         "verify": True,
         "require_fused": {},
@@ -56,7 +58,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
 
 def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
     options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --accuracy-level 4 --seed 3"
-    options += " --no-verify --force --require-exact"
+    options += " --no-verify --force --require-exact --calibration my.txt --max-kl 0.02"
     options += " --disable-pass silu --disable-pass norm"
     fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
     assert main(["export", "m", "o", *options.split(), *fused]) == 0
@@ -68,6 +70,8 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
         "kv_cache": "int8",
         "context": 64,
         "accuracy_level": 4,
+        "calibration": Path("my.txt"),
+        "max_kl": 0.02,
         "seed": 3,
         "verify": False,
         "require_fused": {"attention": "all", "pack_qkv": 30},
@@ -124,6 +128,32 @@ def test_report_groups_the_matrices_of_a_gguf_file_by_place_type_and_form(
     assert main(["report", str(bundle), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert (data["matrices"], data["accuracy_level"]) == (rows, 4)
+
+
+def test_report_shows_what_precision_auto_chose_and_what_it_measured(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def row(layer: int, form: str, sensitivity: float | None) -> dict[str, Any]:
+        names = [f"blocks.{layer}.feed_forward.{part}.weight" for part in ("gate", "up")]
+        sizes = {"num_bytes": 600_000, "other_bytes": 1_200_000}
+        return {"names": names, "form": form, "sensitivity": sensitivity, **sizes}
+
+    groups = [row(0, "4-bit/32", 2.5e-4), row(1, "4-bit/32", 7e-4), row(2, "8-bit/32", 0.003), row(3, "4-bit/16", None)]
+    probes = [{"num_high": 1, "kl": 0.0087, "num_bytes": 98_700_000}]
+    choice = {"max_kl": 0.01, "kl": 0.0087, "num_tokens": 512, "num_bytes": 98_700_000, "probes": probes}
+    path = bundle / "fusions.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"choice": choice | {"groups": groups}}))
+    assert main(["report", str(bundle)]) == 0
+    shown = [" ".join(line.replace("│", " ").split()) for line in capsys.readouterr().err.splitlines()]
+    assert "feed_forward.gate, up 2 4-bit/32 1.2 MB 0.00025 to 0.0007" in shown
+    assert "feed_forward.gate, up 1 8-bit/32 0.6 MB 0.003 to 0.003" in shown
+    assert "feed_forward.gate, up 1 4-bit/16 0.6 MB not smaller" in shown
+    assert any(line.startswith("measured KL 0.0087 on 512 tokens that were held out, budget 0.01") for line in shown)
+    assert main(["report", str(bundle), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["choice"] == choice | {"groups": groups}
+    path.write_text(json.dumps({"counts": {}, "choice": {"max_kl": 0.01}}))
+    assert main(["report", str(bundle)]) == 1
+    assert "is damaged" in capsys.readouterr().err
 
 
 def test_report_says_when_there_is_no_certificate(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,14 @@ from graphport.cli import app
 from graphport.export import export
 
 CHECKOUT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/export.md", "docs/runtime.md", "docs/parity.md", "docs/encoders.md")
+PAGES = (
+    "README.md",
+    "docs/export.md",
+    "docs/quantisation.md",
+    "docs/runtime.md",
+    "docs/parity.md",
+    "docs/encoders.md",
+)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 

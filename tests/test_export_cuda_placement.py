@@ -31,10 +31,10 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 
     @functools.cache
     def exported(kind: str, precision: str) -> Path:
-        out = tmp_path_factory.mktemp(kind) / precision
-        return (
-            export(tiny_model(CONFIGS[kind]), out, target="cuda", precision=precision, verify=False).path / GRAPH_FILE
-        )
+        out, budget = tmp_path_factory.mktemp(kind) / precision, 0.1 if precision == "auto" else None
+        model = tiny_model(CONFIGS[kind])
+        bundle = export(model, out, target="cuda", precision=precision, max_kl=budget, verify=False)
+        return bundle.path / GRAPH_FILE
 
     return exported
 

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_graphs import CONFIGS, compiled, make_plan
 from tiny_models import attention, block, decoder, tiny_model
 
 from graphport.cli_report import print_report, read_report
+from graphport.export.kernel_advice import kernel_advice
 from graphport.export.model_export import export
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import FUSIONS_FILE
@@ -80,8 +82,21 @@ def test_the_cpu_has_no_such_preference(tmp_path: Path) -> None:
 
 def test_rows_that_miss_the_compact_gemm_are_counted(tmp_path: Path) -> None:
     advice = advice_of(config_of(4, 2, 64), tmp_path, precision="int4")
-    assert [line.split(" of ")[0] for line in advice if "compact GEMM" in line]
-    assert all("multiples of 64" in line or "multiples of 32" in line for line in advice)
+    missed = [line for line in advice if "compact GEMM" in line]
+    assert missed
+    assert all("multiples of 64" in line or "multiples of 32" in line for line in missed)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_widths_that_are_no_multiple_of_the_block_are_named_with_what_they_cost(precision: str) -> None:
+    model, _ = compiled("llama", precision)  # width 48; 40 in the feed-forward
+    advice = kernel_advice(model, make_plan(CONFIGS["llama"], precision))
+    bits = precision.removeprefix("int")
+    filled = "no multiple of 32: the last block is filled with zeros"
+    assert f"2 {bits}-bit products of width 40, {filled}, 60% more bytes" in advice
+    assert any(line.endswith(f"products of width 48, {filled}, 33% more bytes") for line in advice)
+    whole, _ = compiled("llama", "fp32")
+    assert not kernel_advice(whole, make_plan(CONFIGS["llama"], "fp32"))
 
 
 def test_the_report_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

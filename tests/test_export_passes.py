@@ -295,5 +295,5 @@ def test_fp16_refuses_a_weight_that_overflows_by_name() -> None:
 def test_every_pass_reports_in_order() -> None:
     rules = [report.rule for report in compile_graph(exported("llama"), make_plan(CONFIGS["llama"]))]
     assert len(rules) == len(PASSES)
-    assert tuple(rule for rule in rules if rule != "clean") == RULES
+    assert tuple(dict.fromkeys(rule for rule in rules if rule != "clean")) == RULES  # two passes lower attention
     assert (rules[0], rules[-1]) == ("clean", "clean")

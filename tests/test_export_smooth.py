@@ -29,7 +29,8 @@ from torch import nn
 
 import graphport.export.model_export as export_module
 import graphport.export.smooth_activations as smooth_module
-from graphport.export.calibrate import CALIBRATION_TEXT, Ranges, activation_ranges
+from graphport.export.calibrate import Ranges, activation_ranges
+from graphport.export.calibration_text import CALIBRATION_TEXT
 from graphport.export.certify import certify_stages, eager_logits
 from graphport.export.clean_graph import clean_graph
 from graphport.export.graph_pass import CompilePlan, Miss, PassReport
@@ -189,7 +190,7 @@ def scale(model: ir.Model, name: str, factors: NDArray[np.float32]) -> None:
 def test_smoothing_takes_the_error_out_of_channels_that_stand_out() -> None:
     """8-bit activations (accuracy level 4) lose what shares a block with a large channel."""
     eager, feed = tiny_model("llama"), decoder_feed(CONFIGS["llama"], (0,), CAPACITY)
-    measured = activation_ranges(eager, random_ids(60, seed=5))
+    measured = activation_ranges(eager, [random_ids(60, seed=5)])
     wanted = eager_step(eager, feed)["logits"]
     errors: dict[tuple[float, bool], float] = {}
     for size in (1.0, 60.0):
@@ -442,7 +443,7 @@ def test_ranges_are_the_largest_magnitudes_over_the_text_its_first_token_include
         model(torch.tensor([ids]))
     for hook in hooks:
         hook.remove()
-    ranges = activation_ranges(model, ids)
+    ranges = activation_ranges(model, [ids])
     assert set(ranges) == set(watched)
     for name, values in ranges.items():
         assert values.dtype == np.float32
@@ -454,7 +455,7 @@ def test_ranges_are_the_largest_magnitudes_over_the_text_its_first_token_include
 def test_hooks_are_removed_when_the_model_fails() -> None:
     model = tiny_model("gpt")
     with pytest.raises(IndexError):
-        activation_ranges(model, [model.config.vocab_size])
+        activation_ranges(model, [[model.config.vocab_size]])
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
 
 
@@ -483,3 +484,35 @@ def test_export_smooths_where_weights_are_rounded(
     monkeypatch.setattr(export_module, "torch_to_onnx", lambda *_: exported("llama"))
     bundle = export("any", tmp_path / "out", precision=precision, verify=False)
     assert bundle.fusions["smoothed"] == count
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_b56_best_tokens_agree_at_every_accuracy_level_although_channels_stand_out(
+    precision: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Channels 100 times the others; levels 0 and 1 multiply exact activations, 4 rounds them to 8 bits."""
+    eager, measured = tiny_model("llama"), activation_ranges(tiny_model("llama"), [random_ids(60, seed=5)])
+    feed = decoder_feed(CONFIGS["llama"], (0,) * 8, 32)
+    wanted = eager_step(eager, feed)["logits"].argmax(axis=-1)
+    agreement: dict[tuple[int, bool], float] = {}
+    for level in (0, 1, 4):
+        for is_smoothed in (True, False):
+            model = exported("llama")
+            ranges = add_outliers(model, measured, size=100.0)
+            plan = dataclasses.replace(
+                plan_for("llama", precision, ranges if is_smoothed else {}), accuracy_level=level
+            )
+            compile_graph(model, plan)
+            levels = {n.attributes["accuracy_level"].as_int() for n in model.graph if n.op_type == "MatMulNBits"}
+            assert levels == {level}
+            agreement[level, is_smoothed] = float((run_graph(model, feed)["logits"].argmax(axis=-1) == wanted).mean())
+            record_property(
+                f"{precision}, level {level}, smoothed {is_smoothed}: agreement", agreement[level, is_smoothed]
+            )
+    for is_smoothed in (True, False):
+        assert agreement[0, is_smoothed] == agreement[1, is_smoothed]  # one kernel
+    for level in (0, 1, 4):
+        assert agreement[level, True] > agreement[level, False]
+    if precision == "int8":
+        assert agreement[0, True] > agreement[4, True] > 0.7  # 0.89, 0.80
+        assert agreement[4, False] < 0.5  # 0.18

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from parity import TOLERANCES, difference
-from tiny_models import tiny_configs, tiny_model, token_ids
+from tiny_models import tiny_configs, tiny_encoder_configs, tiny_model, token_ids
 
 from graphport.export.certify import parity_ids
 from graphport.export.model_export import export
@@ -22,7 +22,7 @@ from graphport.export.parity import TOLERANCES as PARITY
 from graphport.export.parity import compare
 from graphport.export.source import SourceModel, open_source
 from graphport.model_def.transformer import Transformer
-from graphport.runtime import SamplingParams, load
+from graphport.runtime import SamplingParams, load, load_encoder
 
 CONFIGS = tiny_configs()
 KINDS = ("grouped_query", "window", "softcap_window", "qk_norm", "head_dim_20", "learned", "rotary_partial_0.25")
@@ -70,6 +70,20 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
         return out
 
     return exported
+
+
+@pytest.mark.parametrize("place", everywhere)
+@pytest.mark.parametrize("kind", ["encoder_bert", "encoder_relative_bias", "encoder_windows"])
+def test_an_encoder_on_its_device_equals_eager_in_ragged_batches(kind: str, place: Place, tmp_path: Path) -> None:
+    model = tiny_model(tiny_encoder_configs()[kind])
+    export(model, tmp_path / "out", target=place.device, precision=place.precision, verify=False)
+    texts = [token_ids(length, seed=length).tolist() for length in LENGTHS]
+    with load_encoder(tmp_path / "out", device=place.device) as encoder:
+        found = encoder.hidden_states(texts)
+    tolerance = TOLERANCES["on its device", str(place.dtype).removeprefix("torch.")]
+    for ids, states in zip(texts, found, strict=True):
+        wanted = eager(model, ids)
+        assert difference(states, wanted).max_abs <= tolerance * np.abs(wanted).max()
 
 
 def eager(model: Transformer, ids: list[int], place: Place = CPU) -> np.ndarray:

@@ -54,7 +54,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "head size": (lambda: attention(head_dim=0), "head_dim must be a positive number, got 0"),
     "window": (lambda: attention(window=0), "attention window must be a positive number, got 0"),
     "half window": (lambda: attention(window=3.5), "attention window must be a whole number, got 3.5"),
-    "window both ways": (lambda: attention(window=7, causal=False), "a sliding window (7) needs causal attention"),
     "softcap": (lambda: attention(softcap=-5.0), "attention softcap must be a positive number, got -5.0"),
     "scale": (lambda: attention(scale=float("nan")), "attention scale must be a positive number, got nan"),
     "rotary width": (

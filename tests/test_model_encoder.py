@@ -15,10 +15,11 @@ from tiny_encoders import CONFIGS, make_encoder, reference_states, save_sentence
 from tiny_models import tiny_configs, tiny_encoder_configs, tiny_model, token_ids
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from graphport.model_def.config import PoolingConfig, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.ops import padded_attention, pool
 from graphport.model_def.position_config import ConfigError
+from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.transformer import Transformer
 
 LENGTHS = torch.tensor([7, 1, 4], dtype=torch.int32)
@@ -26,7 +27,9 @@ KINDS = sorted(name for name, config in tiny_encoder_configs().items() if config
 
 
 def _attend(hidden: torch.Tensor, lengths: torch.Tensor = LENGTHS) -> torch.Tensor:
-    return padded_attention(hidden, hidden.roll(1, -1), hidden.roll(2, -1), lengths, None, None, 3, 3, 0.4, 0.0, False)
+    return padded_attention(
+        hidden, hidden.roll(1, -1), hidden.roll(2, -1), lengths, None, None, None, 3, 3, 0.4, 0.0, False
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +99,7 @@ def test_what_is_no_encoder_is_refused(config: TransformerConfig, length: int, r
 
 
 def test_pooling_of_a_decoder_and_an_unknown_pooling_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pooling is for encoders"):
+    with pytest.raises(ConfigError, match="pooling and classifiers are for encoders"):
         TransformerConfig.from_dict(tiny_configs()["learned"].to_dict() | {"pooling": {"type": "PoolingConfig"}})
     with pytest.raises(ConfigError, match=r"pooling kind must be one of mean, .*'median'"):
         PoolingConfig(kind="median")  # type: ignore[arg-type]
@@ -133,7 +136,7 @@ def test_a_recipe_states_pooling_normalisation_and_the_longest_text(folder: Path
     checkpoint = load_checkpoint(folder)
     assert checkpoint.config.pooling == PoolingConfig(kind="mean", normalize=True)
     assert checkpoint.text_limit == 32
-    assert "left out, embeddings need no head: pooler.dense.bias, pooler.dense.weight" in checkpoint.notes
+    assert "left out, of heads that are not used: pooler.dense.bias, pooler.dense.weight" in checkpoint.notes
 
 
 def test_a_plain_folder_pools_the_mean_and_says_so(tmp_path: Path) -> None:
@@ -220,6 +223,30 @@ def test_old_spellings_prefixes_and_heads_are_read_and_extra_tensors_refused(fol
     assert all(torch.equal(weights[name], value) for name, value in checkpoint.weights.items())
     save_file(old | {"bert.encoder.layer.0.adapter.weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"not part of the model: bert.encoder.layer.0.adapter.weight"):
+        load_checkpoint(tmp_path)
+
+
+def test_modernbert_is_read_from_its_older_keys_too(tmp_path: Path) -> None:
+    make_encoder("modernbert").save_pretrained(tmp_path)
+    config = load_checkpoint(tmp_path).config
+    assert [block.attention.window for block in config.blocks] == [None, 5, 5, None]
+    assert [block.attention.rotary.theta for block in config.blocks if block.attention.rotary] == [16e4, 1e4, 1e4, 16e4]
+
+    def older(values: dict[str, Any]) -> None:
+        del values["layer_types"], values["rope_parameters"]
+        values.update(global_attn_every_n_layers=3, global_rope_theta=160000.0, local_rope_theta=10000.0)
+
+    edit_json(tmp_path / "config.json", older)
+    assert load_checkpoint(tmp_path).config == config
+    edit_json(tmp_path / "config.json", lambda values: values.pop("local_rope_theta"))
+    with pytest.raises(CheckpointError, match="needed are rope_parameters, or global_rope_theta and local_rope_theta"):
+        load_checkpoint(tmp_path)
+
+
+def test_buckets_that_transformers_does_not_compute_are_refused(tmp_path: Path) -> None:
+    make_encoder("mpnet").save_pretrained(tmp_path)
+    _edit(tmp_path, "config.json", relative_attention_num_buckets=64)
+    with pytest.raises(CheckpointError, match=r"relative_attention_num_buckets must be 32, .*got 64"):
         load_checkpoint(tmp_path)
 
 

@@ -143,10 +143,10 @@ def test_gemma3_of_62_layers_scales_scores_by_hidden_size_over_heads(tmp_path: P
 
 
 def test_gemma3_with_a_cap_on_its_logits_equals_transformers(tmp_path: Path) -> None:
-    model = _gemma3(final_logit_softcapping=3.0)
-    path = _write_gemma3(tmp_path / "x.gguf", model, lambda writer: writer.add_final_logit_softcapping(3.0))
+    model = _gemma3(final_logit_softcapping=30.0)
+    path = _write_gemma3(tmp_path / "x.gguf", model, lambda writer: writer.add_final_logit_softcapping(30.0))
     checkpoint = load_checkpoint(path)
-    assert checkpoint.config.logit_softcap == 3.0
+    assert checkpoint.config.logit_softcap == 30.0
     assert relative_difference(checkpoint, model, token_ids(9)) < TOLERANCE
 
 
@@ -177,7 +177,7 @@ def test_gemma3_270m_ids_equal_the_sentencepiece_library(gemma3_gguf: Path) -> N
     from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Tokenizer
 
-    from graphport.export.calibrate import CALIBRATION_TEXT
+    from graphport.export.calibration_text import CALIBRATION_TEXT
     from graphport.model_def.gguf_file import read_gguf_file
     from graphport.model_def.parity_text import PARITY_TEXT
 

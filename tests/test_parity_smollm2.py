@@ -21,6 +21,7 @@ MAX_NODES = 320
 FP32_MAX_ABS = 5e-4  # 8.3e-5
 FP32_KL = 1e-9  # 1.4e-11
 INT8_KL = 0.006  # 0.0020
+INT4_KL = 0.09  # 0.071; rounded to nearest 0.13
 GGUF_KL = 0.005  # 0.0029: 8-bit activations
 GGUF_EXACT_KL = 1e-6  # 1.9e-11: exact activations
 EAGER_MAX_ABS = 5e-4  # our module against transformers: 6.3e-5
@@ -91,9 +92,10 @@ def bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     from graphport.export import export
 
     folder = tmp_path_factory.mktemp("smollm2")
-    paths = {name: folder / name for name in ("fp32", "int8", "gguf")}
+    paths = {name: folder / name for name in ("fp32", "int8", "int4", "gguf")}
     export(smollm2_gguf, paths["fp32"], precision="fp32", verify=False)
     export(smollm2_gguf, paths["int8"], precision="int8", verify=True)
+    export(smollm2_gguf, paths["int4"], precision="int4", verify=False)
     export(smollm2_gguf, paths["gguf"], verify=True, require_exact=True)
     return paths
 
@@ -132,6 +134,18 @@ def test_the_int8_bundle_stays_close_to_eager(
 
     found = compare(eager, int8.logits([text_ids])[0])
     assert found.kl <= INT8_KL, found
+
+
+def test_the_int4_bundle_is_half_as_far_as_rounding_to_nearest(
+    bundles: dict[str, Path], eager: NDArray[np.float32], text_ids: list[int]
+) -> None:
+    from graphport.export.parity import compare
+
+    with load(bundles["int4"]) as lm:
+        found = compare(eager, lm.logits([text_ids])[0])
+    assert 0 < found.kl <= INT4_KL, found
+    sizes = {name: (bundles[name] / "model.onnx.data").stat().st_size for name in ("int8", "int4")}
+    assert sizes["int4"] < 0.68 * sizes["int8"]
 
 
 def test_the_gguf_bundle_keeps_every_value_of_the_file(

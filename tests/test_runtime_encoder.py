@@ -69,6 +69,16 @@ def test_b57_b129_a_vector_does_not_depend_on_its_neighbours(precision: str, bun
                 assert_parity(together, alone, "reused cache")
 
 
+@pytest.mark.parametrize("model_type", ["distilbert", "mpnet", "modernbert"])
+def test_other_families_run_in_ragged_batches(model_type: str, tmp_path: Path) -> None:
+    model = make_encoder(model_type)
+    model.save_pretrained(tmp_path / "source")
+    export(tmp_path / "source", tmp_path / "out", precision="fp32", verify=False)
+    with load_encoder(tmp_path / "out", threads=1) as encoder:
+        for ids, found in zip(IDS, encoder.hidden_states(IDS, batch_size=4), strict=True):
+            assert_parity(found, reference_states(model, ids), "equal models")
+
+
 def test_normalisation_is_the_recipes_unless_asked(encoder: Encoder, model: Any) -> None:
     plain = encoder.encode(IDS, normalize=False)
     assert_parity(plain[0], reference_states(model, IDS[0]).mean(0), "compiled")

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundles import tiny_tokenizer
 
+from graphport.model_def.text_file import read_text
 from graphport.runtime.evaluation_text import (
     EvaluationText,
     Excerpt,
     evaluation_text,
-    read_text,
     require_same_tokens,
 )
 from graphport.runtime.tokenizer import Tokenizer
@@ -147,19 +147,19 @@ def test_a_text_beyond_the_models_vocabulary_is_refused_with_the_place() -> None
 
 def test_files_that_are_no_text_are_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"no file at {tmp_path}/none.txt; TEXTFILE names a text"):
-        read_text(tmp_path / "none.txt")
+        read_text(tmp_path / "none.txt", argument="TEXTFILE")
     with pytest.raises(ValueError, match=f"{tmp_path} is a folder; TEXTFILE names one file"):
-        read_text(tmp_path)
+        read_text(tmp_path, argument="TEXTFILE")
     latin = tmp_path / "latin.txt"
     latin.write_bytes("one\ntwo ö".encode("latin-1"))
     with pytest.raises(ValueError, match=r"latin.txt is no UTF-8: byte 0xF6 at position 8 \(line 2\)"):
-        read_text(latin)
+        read_text(latin, argument="TEXTFILE")
 
 
 def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    assert read_text(path) == "\ufeffone\r\ntwo\r\n"
+    assert read_text(path, argument="TEXTFILE") == "\ufeffone\r\ntwo\r\n"
 
 
 def test_models_of_one_vocabulary_can_be_compared() -> None:

@@ -17,6 +17,8 @@ from transformers import (
     CamembertConfig,
     DistilBertConfig,
     ElectraConfig,
+    ModernBertConfig,
+    MPNetConfig,
     RobertaConfig,
     XLMRobertaConfig,
 )
@@ -33,6 +35,7 @@ SIZES: dict[str, Any] = {
 }
 
 _ROBERTA = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66}
+_NO_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
 _DISTILBERT = {"dim": 48, "hidden_dim": 40, "n_layers": 2, "n_heads": 3}
 
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -42,6 +45,8 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "camembert": (CamembertConfig, _ROBERTA),
     "distilbert": (DistilBertConfig, _DISTILBERT),
     "electra": (ElectraConfig, {"embedding_size": 20}),
+    "mpnet": (MPNetConfig, {"pad_token_id": 1, "max_position_embeddings": 66}),
+    "modernbert": (ModernBertConfig, {"num_hidden_layers": 4, "local_attention": 8, **_NO_SPECIAL}),
 }
 
 TEXTS = ("The capital of France is Paris.", "", "tokens", "Hello, world! How are you today?", "Größe, naïve café")
@@ -68,6 +73,8 @@ def randomise(model: Any, *, seed: int = 0) -> Any:
             else:
                 is_sharp = any(part in name for part in ("query", "key", "q_lin", "k_lin", ".q.", ".k."))
                 parameter.copy_(noise * (2.5 if is_sharp else 1.0) * parameter.shape[-1] ** -0.5)
+            if "relative" in name or "Wqkv" in name:
+                parameter.mul_(3.0)
     return model
 
 

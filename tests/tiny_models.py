@@ -15,7 +15,6 @@ from graphport.model_def.config import (
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
-    PoolingConfig,
     TransformerConfig,
 )
 from graphport.model_def.norms import Norm
@@ -26,11 +25,13 @@ from graphport.model_def.position_config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    RelativeBias,
     RotaryPosition,
     SinusoidalPosition,
     YarnScaling,
 )
 from graphport.model_def.positions import length_switch
+from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 from graphport.model_def.transformer import Transformer
 
 # Sizes that cannot be taken for one another: no two equal, none a multiple of a kernel's block.
@@ -111,6 +112,19 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
         "encoder_bert": encoder(
             both_ways, position=learned, token_types=2, embedding_norm=LAYER_NORM, pooling=PoolingConfig()
         ),
+        "encoder_relative_bias": encoder(
+            both_ways,
+            position=learned,
+            embedding_norm=LAYER_NORM,
+            relative_bias=RelativeBias(num_buckets=8, max_distance=20),
+        ),
+        "encoder_windows": _modern_encoder(),
+        "encoder_classifier": encoder(
+            both_ways, position=learned, classifier=ClassifierConfig(labels=("a", "b", "c"), transform="tanh")
+        ),
+        "encoder_token_classifier": encoder(
+            both_ways, position=learned, classifier=ClassifierConfig(labels=("a", "b", "c"), per_token=True)
+        ),
         "encoder_one_type": encoder(
             attention(causal=False, num_kv_heads=HEADS, rotary=None),
             position=LearnedPosition(max_positions=MAX_POSITIONS, offset=2),
@@ -120,6 +134,21 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
         ),
         "encoder_with_head": encoder(both_ways, position=learned, head="tied", head_bias=True),
     }
+
+
+def _modern_encoder() -> TransformerConfig:
+    """A local and a global layer with a rotary base each, gated, the first without a norm of its own."""
+    plain = NormConfig(kind="layer", epsilon=1e-5)
+    local = attention(causal=False, num_kv_heads=HEADS, window=3, rotary=RotaryPosition(theta=20.0))
+    options: dict[str, Any] = {"norm": plain, "feed_forward": FeedForwardConfig(width=WIDTH, activation="gelu")}
+    return decoder(
+        block(of=attention(causal=False, num_kv_heads=HEADS), attention_norm=False, **options),
+        block(of=local, **options),
+        embedding_norm=plain,
+        final_norm=plain,
+        head="none",
+        pooling=PoolingConfig(kind="mean", normalize=True),
+    )
 
 
 def decode_length(config: TransformerConfig) -> int:

@@ -14,6 +14,7 @@ import typer
 from graphport import cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
 from graphport.model_def.signature import MANIFEST_FILE
+from graphport.model_def.text_file import read_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,9 +60,9 @@ def _evaluated(
 ) -> "Evaluation":
     from graphport.runtime import load_language_model
     from graphport.runtime.evaluate import evaluate as run
-    from graphport.runtime.evaluation_text import evaluation_text, read_text, require_same_tokens
+    from graphport.runtime.evaluation_text import evaluation_text, require_same_tokens
 
-    content = read_text(textfile)
+    content = read_text(textfile, argument="TEXTFILE")
     with cli_tables.progress_lines() as progress:
         progress("opening the bundle")
         lm = load_language_model(bundle, max_batch=1)

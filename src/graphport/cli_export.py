@@ -17,7 +17,7 @@ from graphport.cli_prepare import pack_after_export
 from graphport.model_def.signature import BARE_GRAPH_FILE, TOKENIZER_FILE
 
 Target = Literal["cpu", "cuda"]
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf", "auto"]
 CacheType = Literal["auto", "fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 
 
@@ -31,6 +31,14 @@ def export(
     precision: Annotated[
         Precision | None,
         typer.Option(help="Weights (default: gguf for a GGUF file with quantised blocks on cpu, else int8)."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option("--max-kl", help="Budget of precision auto: KL divergence to eager in nats (default 0.01)."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="UTF-8 text to calibrate int8, int4 and auto on (default: one that ships)."),
     ] = None,
     accuracy_level: Annotated[
         int | None, typer.Option(help="Activations of quantised matrices: 0 exact, 4 at 8 bits (cpu's default).")
@@ -71,6 +79,8 @@ def export(
             seed=seed,
             verify=not no_verify,
             accuracy_level=accuracy_level,
+            calibration=calibration,
+            max_kl=max_kl,
             require_fused=required,
             require_exact=require_exact,
             disable_passes=tuple(disable_pass or ()),

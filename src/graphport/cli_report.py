@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
-from graphport.model_def.config import PoolingConfig
+from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
 from graphport.report_page import report_page
 
@@ -34,10 +34,34 @@ class MatrixRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRow:
+    """The form chosen for matrices that read one input, and the divergence in nats when they alone have 4 bits."""
+
+    names: tuple[str, ...]
+    form: str
+    sensitivity: float | None
+    num_bytes: int
+    other_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceRow:
+    """What precision auto chose: the budget, what was measured on how many tokens, the graphs tried, every group."""
+
+    max_kl: float
+    kl: float
+    num_tokens: int
+    num_bytes: int
+    probes: tuple[dict[str, Any], ...]
+    groups: tuple[GroupRow, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What a bundle says about itself; `checks` is None when it was exported without a certificate.
 
-    `matrices` are those of a GGUF file in precision gguf; `accuracy_level` is how quantised matrices are multiplied.
+    `matrices` are those of a GGUF file in precision gguf; `accuracy_level` is how quantised matrices are multiplied;
+    `choice` is that of precision auto.
     """
 
     path: Path
@@ -46,6 +70,7 @@ class Report:
     advice: tuple[str, ...]
     matrices: tuple[MatrixRow, ...]
     accuracy_level: int | None
+    choice: ChoiceRow | None
     checks: tuple[CheckRow, ...] | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,6 +82,7 @@ class Report:
             "advice": self.advice,
             "matrices": [asdict(row) for row in self.matrices],
             "accuracy_level": self.accuracy_level,
+            "choice": None if self.choice is None else asdict(self.choice),
             "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
         }
 
@@ -71,6 +97,7 @@ def read_report(folder: Path) -> Report:
         counts = {str(rule): int(count) for rule, count in account["counts"].items()}
         advice = tuple(map(str, account.get("advice", ())))
         matrices = tuple(MatrixRow(**row) for row in account.get("matrices", ()))
+        choice = _read_choice(account.get("choice"))
         checks = None if certificate is None else tuple(map(_check_row, certificate["checks"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
@@ -83,6 +110,7 @@ def read_report(folder: Path) -> Report:
         advice=advice,
         matrices=matrices,
         accuracy_level=account.get("accuracy_level"),
+        choice=choice,
         checks=checks,
     )
 
@@ -102,6 +130,7 @@ def print_report(report: Report) -> None:
         *(() if (level := report.accuracy_level) is None else (("accuracy level", _ACCURACY[level]),)),
         ("kind", manifest.kind),
         *(() if (dtype := manifest.cache_dtype) is None else (("KV cache", _CACHE_NAMES.get(dtype, dtype)),)),
+        *(() if (head := manifest.config.classifier) is None else (("labels", ", ".join(head.labels)),)),
         *(() if (pooling := manifest.config.pooling) is None else (("pooling", _pooling(pooling)),)),
         ("longest text", f"{manifest.max_length} tokens"),
         ("layers", str(manifest.config.num_layers)),
@@ -113,6 +142,8 @@ def print_report(report: Report) -> None:
     print_table(table)
     print_bundle(manifest, report.fusions, report.checks or ())
     print_matrices(report.matrices)
+    if report.choice is not None:
+        print_choice(report.choice)
     print_notes(report.advice)
     if report.checks is None:
         print_line("no certificate: it was exported with --no-verify")
@@ -153,13 +184,45 @@ def print_matrices(matrices: Sequence[MatrixRow]) -> None:
     table.columns[1].justify = "right"
     groups: dict[tuple[str, str, str], list[MatrixRow]] = {}
     for row in matrices:
-        place = re.sub(r"^blocks\.\d+\.", "", row.name).removesuffix(".weight")
-        groups.setdefault((place, row.source, row.form), []).append(row)
+        groups.setdefault((_place(row.name), row.source, row.form), []).append(row)
     for (name, source, form), rows in groups.items():
         change = f"[bold]{max(row.max_error for row in rows):.3g}, encoded anew[/]"
         kept = "[green]exact[/]" if all(row.exact for row in rows) else change
         table.add_row(escape(name), str(len(rows)), escape(source), escape(form), kept)
     print_table(table)
+
+
+def print_choice(choice: ChoiceRow) -> None:
+    """One row for the groups of one place and form in all layers: how many, their size and how sensitive they are."""
+    table = Table("chosen for", "count", "form", "size", "KL at 4 bits, each")
+    for index in (1, 3):
+        table.columns[index].justify = "right"
+    groups: dict[tuple[str, str], list[GroupRow]] = {}
+    for row in choice.groups:
+        first, *others = map(_place, row.names)
+        groups.setdefault((", ".join([first, *(name.split(".")[-1] for name in others)]), row.form), []).append(row)
+    for (names, form), rows in sorted(groups.items()):
+        costs = [row.sensitivity for row in rows if row.sensitivity is not None]
+        span = f"{min(costs):.2g} to {max(costs):.2g}" if costs else "not smaller"
+        size = f"{sum(row.num_bytes for row in rows) / 1e6:.1f} MB"
+        table.add_row(escape(names), str(len(rows)), escape(form), size, span)
+    print_table(table)
+    print_line(
+        f"measured KL {choice.kl:.3g} on {choice.num_tokens} tokens that were held out, budget {choice.max_kl:g}; "
+        f"graph and weights {choice.num_bytes / 1e6:.1f} MB; {len(choice.probes)} graphs measured"
+    )
+
+
+def _place(name: str) -> str:
+    """Where in a block, or in the model, a matrix belongs."""
+    return re.sub(r"^blocks\.\d+\.", "", name).removesuffix(".weight")
+
+
+def _read_choice(data: dict[str, Any] | None) -> ChoiceRow | None:
+    if data is None:
+        return None
+    groups = tuple(GroupRow(**{**row, "names": tuple(row["names"])}) for row in data["groups"])
+    return ChoiceRow(**{**data, "groups": groups, "probes": tuple(data["probes"])})
 
 
 def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON
