@@ -34,11 +34,12 @@ TOLERANCES = {
     "gguf": 0.6,  # 0.087; a random tiny model 0.46 in int8
     "int8": 0.6,  # 0.053
     "int4": 1.5,  # 0.66
+    "auto": 1.5,  # not coarser than int4
     "fp16": 0.05,  # not measured on a GPU yet, as the next
     "bf16": 0.3,
 }
 
-_SMOOTHED = ("int8", "int4")
+_SMOOTHED = ("int8", "int4", "auto")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,8 +73,8 @@ def load_language_model(
     run on, by default one of the session's own that is ordered with the legacy default stream. prepared: on the CPU,
     take the graph that `prepare` packed for this processor, if there is one. strict: refuse changed bytes, a bundle
     without certificate, and a provider or ONNX Runtime other than certified; the graph runs as it was certified, not as
-    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError,
-    also for an encoder's bundle.
+    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and
+    ValueError, also for an encoder's bundle.
     """
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
