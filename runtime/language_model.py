@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.background import Background
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -29,6 +30,7 @@ from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
 from graphport.runtime.prefix_cache import checked_prefix_budget
+from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import StreamEvent
@@ -211,10 +213,20 @@ class LanguageModel:
         options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
         or dropping it, cancels the request and frees its place in the batch.
         """
-        wish = params or SamplingParams()
-        request = self._intake.generation(prompt, wish, RequestOptions(**options), name="prompt")
+        return self._turns.results(self.request(prompt, params, **options))
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestArguments]
+    ) -> Request[StreamEvent]:
+        """A checked request, which `background` can run. Raises as `generate` does; a time-out begins now."""
+        checked = RequestOptions(**options)
+        request = self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt")
         self._turns.admit([request])
-        return self._turns.results(request)
+        return request
+
+    def background(self) -> Background:
+        """A thread that runs requests and hands over what they bring; close it before the model."""
+        return Background(self._turns)
 
     def chat(
         self,
