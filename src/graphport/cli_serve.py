@@ -75,6 +75,7 @@ def serve(
         grace=grace,
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
     )
+    log_as_json(debug=debug)
     opened: dict[str, LanguageModel | Encoder] = {}
     with open_socket(host, port) as listening:
         for name, folder in named.items():
@@ -88,7 +89,6 @@ def serve(
                 prefix_cache_bytes=0 if is_encoder else prefix_cache * _MIB,
                 prompt_lookup=prompt_lookup and not is_encoder,
             )
-        log_as_json(debug=debug)
         if not settings.api_keys and not _is_loopback(host):
             _log.warning("anybody who reaches %s can use the models: no --api-key-file was given", host)
         raise_file_limit()
