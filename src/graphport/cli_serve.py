@@ -45,6 +45,7 @@ def serve(
     ] = None,
     max_body: Annotated[int, typer.Option(min=1, help="Longest body of a request, in bytes.")] = 4 << 20,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    read_timeout: Annotated[float, typer.Option(help="Seconds for a request's headers, and for its body.")] = 30.0,
     grace: Annotated[float, typer.Option(help="Seconds that what runs has to end after SIGTERM.")] = 30.0,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with one API key a line; without it nobody is asked for one.")
@@ -72,6 +73,7 @@ def serve(
         max_queue=max_queue,
         max_body_bytes=max_body,
         request_timeout=timeout,
+        read_timeout=read_timeout,
         grace=grace,
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
     )
