@@ -243,6 +243,7 @@ def main() -> int:
     text = markdown(soak, arguments.idle)
     print(text)
     if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(text, encoding="utf-8")
     return int(bool(soak.wrong) or soak.growth > MOST_GROWTH)
 
