@@ -30,15 +30,12 @@ _KEEP_ALIVE = 30  # seconds that an idle connection may stay
 def open_socket(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 takes a free one. Raises OSError, saying which address."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        opened = socket.socket(family, kind, protocol)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind(address)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         raise OSError(
             f"cannot listen on {host} port {port} ({error.strerror or error}); choose another --host or --port"
         ) from error
-    return opened
 
 
 class Server:

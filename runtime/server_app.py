@@ -218,7 +218,10 @@ class ServerApp:
         begin = time.monotonic()
         served.places.take(1, field="input")
         try:
-            vectors, num_tokens = await served.embed(call)
+            async with asyncio.timeout(self._settings.request_timeout):
+                vectors, num_tokens = await served.embed(call)
+        except TimeoutError as error:
+            raise ApiError(504, "the request took longer than the server allows", code="timeout") from error
         finally:
             served.places.give_back(1)
             served.places.note(time.monotonic() - begin)
