@@ -80,6 +80,7 @@ class _Uvicorn(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 backlog=_BACKLOG,
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=_LAST_SECONDS,

@@ -122,7 +122,8 @@ class ServerApp:
     def _told(self, error: Exception, record: RequestRecord) -> ApiError:
         """What the caller is told of a failure; what he is not told is logged."""
         told = failure(error)
-        record.code, record.param = told.code, told.param
+        record.code = told.code
+        record.param = None if told.code == "unknown_parameter" else told.param  # which is the caller's own text
         record.outcome = "failed" if told.status >= 500 and told.code not in ("draining", "timeout") else "refused"
         if told.code == "internal":
             _log.error("failure in request %s", record.request_id, exc_info=error)

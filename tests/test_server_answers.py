@@ -261,13 +261,15 @@ def test_the_log_has_a_line_a_request_and_no_text_of_it(server: TinyServer, capl
     with caplog.at_level(logging.INFO, logger="graphport.runtime.server_app"):
         reply = server.ask("/v1/completions", completion(prompt="my secret: the cat"))
         server.ask("/v1/completions", completion(prompt="my secret", stop=["my secret", 4]))
-        wait_until(lambda: len(caplog.records) == 2, "a line for each request, which comes after its answer")
+        server.ask("/v1/completions", completion() | {"my secret": 1})
+        wait_until(lambda: len(caplog.records) == 3, "a line for each request, which comes after its answer")
     lines = [json.loads(JsonLines().format(record)) for record in caplog.records]
-    done, refused = (line for line in lines if line["event"] == "request")
+    done, refused, unknown = (line for line in lines if line["event"] == "request")
     assert (done["route"], done["status"], done["outcome"]) == ("/v1/completions", 200, "done")
     assert (done["model"], done["new_tokens"]) == ("tiny", reply.json["usage"]["completion_tokens"])
     assert done["request_id"] == reply.headers["x-request-id"]
     assert (refused["status"], refused["param"], refused["outcome"]) == (400, "stop", "refused")
+    assert (unknown["code"], unknown.get("param")) == ("unknown_parameter", None)
     assert "secret" not in json.dumps(lines)
 
 
