@@ -42,8 +42,9 @@ class Attention(nn.Module):
         self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.output = nn.Linear(width, hidden_size, bias=config.output_bias)
-        self.query_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
-        self.key_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
+        is_by_head = config.qk_norm_over == "head"
+        self.query_norm = Norm(config.qk_norm, config.head_dim if is_by_head else width) if config.qk_norm else None
+        self.key_norm = Norm(config.qk_norm, config.head_dim if is_by_head else kv_width) if config.qk_norm else None
 
     def forward(
         self,
@@ -123,7 +124,11 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is None or self.key_norm is None:
+            return query, key, value
+        if self.config.qk_norm_over == "width":
+            query, key = self.query_norm(query), self.key_norm(key)
+        else:
             head = (*x.shape[:2], -1, self.config.head_dim)
             query = self.query_norm(query.reshape(head)).flatten(-2)
             key = self.key_norm(key.reshape(head)).flatten(-2)

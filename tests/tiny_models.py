@@ -270,6 +270,11 @@ def _norm_kinds() -> dict[str, TransformerConfig]:
         "post_norm": decoder(block(norm_order="post"), final_norm=None),
         "post_layer_norm": decoder(block(norm=LAYER_NORM, norm_order="post"), final_norm=None),
         "sandwich": decoder(block(norm=unit, norm_order="sandwich"), final_norm=unit),
+        "output_norm": decoder(block(of=attention(qk_norm=NormConfig(), qk_norm_over="width"), norm_order="output")),
+        "parallel": decoder(block(norm_order="parallel", residual_scale=0.4)),
+        "parallel_one_norm": decoder(
+            block(norm=layer_plain, norm_order="parallel", feed_forward_norm=False), final_norm=layer_plain
+        ),
     }
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
         for gated in (False, True):
