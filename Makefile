@@ -142,6 +142,10 @@ bench-peers: $(missing) ## the same with llama.cpp and onnxruntime-genai, instal
 bench-growth: $(installed) ## decode time against context and model width; writes RESULTS
 	$(bin)/python benchmarks/growth.py --out $(RESULTS) $(OPTIONS)
 
+.PHONY: bench-engine
+bench-engine: $(missing) ## time batches, drafts, cached beginnings and grammars on the bundle; writes RESULTS
+	$(bin)/python benchmarks/engine.py $(out) --out $(RESULTS) $(OPTIONS)
+
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
 	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS) $(OPTIONS)

@@ -29,7 +29,7 @@ from peer_process import PeerError, System
 from rounds import Plan, Quiet, ask_once, measure_rounds, measure_starts, opening, write_logits
 
 from graphport.export.parity import compare
-from graphport.export.parity_text import PARITY_TEXT
+from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.tokenizer import Tokenizer
 

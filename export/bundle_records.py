@@ -16,9 +16,9 @@ import graphport
 from graphport.export.bundle import record_files, write_json
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_kinds import kind_of
-from graphport.export.parity import Check
 from graphport.export.source import SourceModel
 from graphport.export.targets import CPU
+from graphport.model_def.certificate import Check
 from graphport.model_def.signature import (
     CERTIFICATE_FILE,
     CHAT_TEMPLATE_FILE,

@@ -19,12 +19,12 @@ from graphport.export.certify import text_ids
 from graphport.export.encoder_parity import check_states, compare_states
 from graphport.export.encoder_runner import EncoderRunner, Row, States
 from graphport.export.graph_pass import CompilePlan
-from graphport.export.parity import Check
-from graphport.export.parity_text import PARITY_TEXT
 from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU
+from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.ops import pool
+from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
 

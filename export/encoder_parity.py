@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.export.encoder_runner import States
-from graphport.export.parity import Check
+from graphport.model_def.certificate import Check
 
 # Largest error a stage may show, by figure of `StateDifference`. Beside each the error measured for all-MiniLM-L6-v2 on
 # texts of 1 to 128 tokens.

@@ -22,12 +22,15 @@ def fusion_account(
     matrices: Sequence[dict[str, Any]] = (),
     accuracy_level: int | None = None,
     choice: BudgetChoice | None = None,
+    sites: Sequence[dict[str, Any]] = (),
+    disabled: Sequence[str] = (),
 ) -> dict[str, Any]:
     """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
 
     `advice`: lines on the kernels that the model's sizes miss. `matrices`: how those of a GGUF file are held.
     `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses. `choice`: the
-    bits that precision auto chose and why.
+    bits that precision auto chose and why. `sites`: what each place became (`site_account.py`). `disabled`: rules that
+    were switched off.
     """
     return {
         "format": FUSIONS_FORMAT,
@@ -37,5 +40,7 @@ def fusion_account(
         "accuracy_level": accuracy_level,
         "matrices": list(matrices),
         "choice": None if choice is None else choice.to_dict(),
+        "disabled": list(disabled),
+        "sites": list(sites),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

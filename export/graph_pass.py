@@ -37,7 +37,7 @@ class CompilePlan:
     `cache` None keeps the KV cache in the activations' type; else `cache_scales` has its scales, one pair a layer.
     `matrices`: what matrices are held as, by weight name: a GGUF file's own, or rounded on a calibration text; those
     that are not named are rounded to the precision's bits where they are lowered.
-    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own.
+    `accuracy_level`: MatMulNBits' arithmetic, None: the target's own. `disabled`: rules whose passes do not run.
     """
 
     config: TransformerConfig
@@ -49,6 +49,7 @@ class CompilePlan:
     cache_scales: tuple[CacheScales, ...] = ()
     matrices: Mapping[str, KeptMatrix] = field(default_factory=dict)
     accuracy_level: int | None = None
+    disabled: tuple[str, ...] = ()
 
     @property
     def cache_dtype(self) -> DType:

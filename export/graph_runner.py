@@ -26,7 +26,7 @@ from graphport.model_def.signature import (
 _ERRORS_ONLY = 3
 
 # What a cache holds where nothing was written: values that show in the logits of a graph that reads them.
-_UNWRITTEN: dict[str, tuple[type[np.generic], float]] = {
+UNWRITTEN: dict[str, tuple[type[np.generic], float]] = {
     "tensor(float)": (np.float32, np.nan),
     "tensor(int8)": (np.int8, -128),
     "tensor(uint8)": (np.uint8, 255),
@@ -39,11 +39,7 @@ class GraphRunner:
     """One session over a decoder graph on the CPU."""
 
     def __init__(self, path: Path, config: TransformerConfig, *, optimize: bool = False) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = _ERRORS_ONLY
-        level = ort.GraphOptimizationLevel
-        options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-        self._session = ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+        self._session = open_on_cpu(path, optimize=optimize)
         layers = range(config.num_layers)
         self._cache_names = [name for layer in layers for name in (past_key(layer), past_value(layer))]
 
@@ -93,6 +89,15 @@ class GraphRunner:
         caches = []
         for name in self._cache_names:
             _, heads, _, width = inputs[name].shape
-            dtype, unwritten = _UNWRITTEN[inputs[name].type]
+            dtype, unwritten = UNWRITTEN[inputs[name].type]
             caches.append(np.full((1, heads, capacity, width), unwritten, dtype))
         return caches
+
+
+def open_on_cpu(path: Path, *, optimize: bool) -> ort.InferenceSession:
+    """A session over the graph at `path`, with ONNX Runtime's optimiser or without."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    return ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])

@@ -5,27 +5,29 @@ steps and computes none of them.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_ir as ir
 
 from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
+from graphport.export.bundle_certificate import add_certificate, bundle_certificate
 from graphport.export.bundle_records import write_records
-from graphport.export.calibrate import Ranges, activation_peaks, activation_ranges
+from graphport.export.calibrate import Ranges, activation_ranges
 from graphport.export.calibration import Calibration, calibration_ids, read_calibration
-from graphport.export.certify import calibrate_cache, parity_ids
+from graphport.export.certify import DecoderEvidence, calibrate_cache
+from graphport.export.export_limits import longest_context, require_cache, require_float16_range, require_numbers
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
-from graphport.export.graph_pass import CompilePlan, name_site
+from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.model_kinds import kind_of
-from graphport.export.parity import Check, require_passed
-from graphport.export.pipeline import check_rules, compile_graph, count_fusions, require_fusions
+from graphport.export.parity import require_passed
+from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.plan_weights import plan_weights
-from graphport.export.precision_budget import budget_checks, check_budget
+from graphport.export.precision_budget import BudgetChoice, budget_checks, check_budget
 from graphport.export.precision_choice import (
     FLOAT_SOURCE_PRECISION,
     check_accuracy_level,
@@ -35,18 +37,15 @@ from graphport.export.precision_choice import (
     kept_matrices,
     note_changed,
 )
+from graphport.export.site_account import site_account
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.model_def.config import TransformerConfig
-from graphport.model_def.positions import length_switch
+from graphport.model_def.certificate import Check
+from graphport.model_def.signature import Manifest
 from graphport.model_def.transformer import Transformer
 
-FLOAT16_MAX = 65504.0
-
 _CACHE_IDS = 160  # of the calibration text, for the scales of a quantised cache
-
-_LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
 
 
 def export(
@@ -64,6 +63,7 @@ def export(
     verify: bool = True,
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
     require_exact: bool = False,
+    disable_passes: Sequence[str] = (),
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
@@ -76,36 +76,41 @@ def export(
     int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of precision auto in nats (None:
     0.01): the divergence that it may show on the part of that text that is held out. `require_fused` pins how often a
     rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew.
-    `progress` is told each stage as it begins. Raises ValueError subclasses, one line each: CheckpointError,
-    ConfigError, CalibrationError, TargetError, ExportError, FusionError, ParityError, BundleError. Nothing is left at
-    `out` after a failure.
+    `disable_passes` names rules that are not to fuse anything. `progress` is told each stage as it begins. Raises
+    ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError, TargetError, ExportError,
+    FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)
     found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION, has_cache=False)
     cache = found_target.cache_format(kv_cache, found_precision)
-    _require_numbers(seed=seed, context=context)
+    require_numbers(seed=seed, context=context)
     check_rules(require_fused or {})
     budget = check_budget(max_kl, chooses_bits=found_precision.chooses_bits)
     text = read_calibration(calibration)
+    check_disabled(disable_passes)
     check_destination(out, force=force)
 
     progress("reading the model")
     opened = open_source(source, seed=seed)
     kind = kind_of(opened.model.config)
-    if precision is None:
-        precision = default_precision(opened, found_target)
-    found_precision = found_target.precision(precision, has_cache=kind.has_cache)
     if kv_cache != "auto" and not kind.has_cache:
         raise TargetError(f"KV cache type {kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
-    plan, notes = _plan(opened, found_target, found_precision, cache, context=context, accuracy_level=accuracy_level)
+    named = default_precision(opened, found_target) if precision is None else precision
+    found_precision = found_target.precision(named, has_cache=kind.has_cache)
+    plan, notes = _plan(
+        opened,
+        found_target,
+        found_precision,
+        cache,
+        context=context,
+        accuracy_level=accuracy_level,
+        disabled=tuple(disable_passes),
+    )
     calibrated = _calibration(opened, plan, text, seed=seed + 1, name=str(calibration))
     if require_exact:
         check_exact(plan)
-
-    if found_precision.activations == "float16":
-        progress("looking for activations beyond float16")
-        _require_float16_range(opened, max_length=plan.max_length, seed=seed)
+    _check_range(opened, plan, seed=seed, progress=progress)
     plan = dataclasses.replace(plan, activation_ranges=_activation_ranges(opened, plan, calibrated))
     progress("exporting to ONNX")
     exported = torch_to_onnx(kind.module(opened.model, plan.max_length), kind.traced(plan.config))
@@ -132,23 +137,55 @@ def export(
             checks += shipped + budget_checks(choice)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
-        advice = kernel_advice(compiled, plan)
-        account = fusion_account(
-            reports,
-            num_nodes=len(compiled.graph),
-            advice=advice,
-            matrices=matrix_account(plan.matrices) if plan.precision.keeps_blocks else (),
-            choice=choice,
-            accuracy_level=plan.kernel_accuracy,
-        )
-        manifest = write_records(folder, opened, plan, account, checks if verify else None)
+        account = _account(reports, exported, compiled, plan, choice)
+        manifest = write_records(folder, opened, plan, account, checks if verify and not kind.has_cache else None)
+        if verify and isinstance(evidence, DecoderEvidence):
+            checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, seed=seed, observe=progress)
     return Bundle(
         path=out,
         manifest=manifest,
         fusions=count_fusions(reports),
         certificate=checks,
-        notes=(*opened.notes, *notes, *calibrated.notes, *advice),
+        notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
+
+
+def _account(
+    reports: tuple[PassReport, ...],
+    exported: ir.Model,
+    compiled: ir.Model,
+    plan: CompilePlan,
+    choice: BudgetChoice | None,
+) -> dict[str, Any]:
+    return fusion_account(
+        reports,
+        num_nodes=len(compiled.graph),
+        advice=kernel_advice(compiled, plan),
+        matrices=matrix_account(plan.matrices) if plan.precision.keeps_blocks else (),
+        choice=choice,
+        accuracy_level=plan.kernel_accuracy,
+        sites=site_account(exported, compiled, reports),
+        disabled=plan.disabled,
+    )
+
+
+def _certify(
+    opened: SourceModel,
+    plan: CompilePlan,
+    evidence: DecoderEvidence,
+    folder: Path,
+    manifest: Manifest,
+    stages: tuple[Check, ...],
+    *,
+    seed: int,
+    observe: Callable[[str], None],
+) -> tuple[tuple[Check, ...], Manifest]:
+    """Run what ships in `folder`, and write its certificate. Raises ParityError; all checks, and the new manifest."""
+    certificate = bundle_certificate(
+        opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, seed=seed, observe=observe
+    )
+    require_passed(certificate.checks)
+    return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
 def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
@@ -183,17 +220,18 @@ def _plan(
     *,
     context: int | None,
     accuracy_level: int | None,
+    disabled: tuple[str, ...],
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can do, and notes."""
     config = opened.model.config
-    max_length, notes = _context(config, context, text_limit=opened.text_limit)
+    max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
     if precision.chooses_bits and not kind_of(config).has_cache:
         raise TargetError(
             "precision auto measures the logits of a decoder, which an encoder lacks: choose int8 or int4"
         )
     if cache is not None:
-        _require_cache(config, target, cache)
+        require_cache(config, target, cache)
     check_accuracy_level(accuracy_level, target, precision)
     matrices = kept_matrices(opened, target, precision)
     plan = CompilePlan(
@@ -204,17 +242,15 @@ def _plan(
         cache=cache,
         matrices=matrices,
         accuracy_level=accuracy_level,
+        disabled=disabled,
     )
     return plan, (*notes, *(note_changed(matrices) if precision.keeps_blocks else ()))
 
 
-def _require_numbers(*, seed: int, context: int | None) -> None:
-    """Raise TypeError or ValueError; whether the model has room for `context` is checked with the model."""
-    for name, value in (("seed", seed), ("context", 1 if context is None else context)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, got {value!r} ({type(value).__name__})")
-    if not 0 <= seed <= _LARGEST_SEED:
-        raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed}")
+def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress: Callable[[str], None]) -> None:
+    if plan.precision.activations == "float16":
+        progress("looking for activations beyond float16")
+        require_float16_range(opened, max_length=plan.max_length, seed=seed)
 
 
 def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
@@ -228,38 +264,3 @@ def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Cali
     if plan.precision.weight_bits is None or plan.matrices:
         return {}
     return activation_ranges(opened.model, calibration.windows[:1])  # more text moved int8 by no more than noise
-
-
-def _require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -> None:
-    """Refuse a model whose activations on the parity text pass float16's largest number; names the first layer."""
-    ids = parity_ids(opened.model.config, opened.tokenizer_json, max_length=max_length, seed=seed)
-    for name, peak in activation_peaks(opened.model, ids).items():
-        if not peak <= FLOAT16_MAX:
-            raise TargetError(
-                f"{name_site(name)} reaches {peak:.4g} on the parity text, beyond float16's {FLOAT16_MAX:.0f}: the "
-                "logits would be NaN; export with --precision bf16"
-            )
-
-
-def _require_cache(config: TransformerConfig, target: Target, cache: CacheFormat) -> None:
-    """Refuse a quantised cache that a layer cannot read."""
-    for layer, block in enumerate(config.blocks):
-        limit = target.cache_limit(block.attention)
-        if limit is not None:
-            raise TargetError(f"KV cache type {cache.name!r}: layer {layer}: {limit}; choose --kv-cache auto")
-
-
-def _context(
-    config: TransformerConfig, context: int | None, *, text_limit: int | None = None
-) -> tuple[int, tuple[str, ...]]:
-    """The longest total length, and a note when what the source states or a rotary scaling limits it."""
-    if context is not None:
-        return context, ()
-    if text_limit is not None and text_limit < config.max_positions:
-        return text_limit, (f"texts limited to {text_limit} tokens, as the source states; --context allows more",)
-    rotaries = [block.attention.rotary for block in config.blocks]
-    switches = [s for rotary in rotaries if rotary is not None and (s := length_switch(rotary)) is not None]
-    if not switches or min(switches) >= config.max_positions:
-        return config.max_positions, ()
-    limit = min(switches)
-    return limit, (f"context limited to {limit} tokens, where the rotary scaling changes its frequencies",)

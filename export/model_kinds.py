@@ -15,7 +15,7 @@ from torch import nn
 from graphport.export.certify import DecoderEvidence
 from graphport.export.certify_encoder import EncoderEvidence
 from graphport.export.graph_pass import CompilePlan
-from graphport.export.parity import Check
+from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
 from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature

@@ -3,7 +3,7 @@
 In: an exported graph and a plan. Out: the compiled graph and a report a pass. Reads and writes no file.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import onnx_ir as ir
@@ -58,6 +58,21 @@ RULES = (
     "sampling",
 )
 
+# Passes that a graph can do without, and what `--disable-pass` calls them. The others make the precision, the cache or
+# the outputs asked for.
+OPTIONAL_PASSES: dict[GraphPass, str] = {
+    smooth_activations: "smoothed",
+    fuse_residual_norm: "residual_norm",
+    pack_qkv: "packed_qkv",
+    pack_gate_up: "packed_gate_up",
+    fuse_silu: "silu",
+    lower_attention: "attention",
+    lower_padded_attention: "attention",
+    fuse_qk_norm: "qk_norm",
+    lower_norm: "norm",
+}
+OPTIONAL_RULES = tuple(dict.fromkeys(OPTIONAL_PASSES.values()))
+
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
 
 # sums inside a block that a norm of the block reads, and the orders that begin with a norm
@@ -76,9 +91,15 @@ def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
 
     Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
     """
-    reports = tuple(graph_pass(model, plan) for graph_pass in PASSES)
-    check_fusions(reports, expected_fusions(plan))
+    reports = tuple(_run_pass(graph_pass, model, plan) for graph_pass in PASSES)
+    expected = expected_fusions(plan)
+    check_fusions(reports, {rule: count for rule, count in expected.items() if rule not in plan.disabled})
     return reports
+
+
+def _run_pass(graph_pass: GraphPass, model: ir.Model, plan: CompilePlan) -> PassReport:
+    rule = OPTIONAL_PASSES.get(graph_pass)
+    return PassReport(rule=rule) if rule is not None and rule in plan.disabled else graph_pass(model, plan)
 
 
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:
@@ -157,6 +178,15 @@ def check_rules(required: Mapping[str, object]) -> None:
     for rule in required:
         if rule not in RULES:
             raise FusionError(f"no rule is called {rule!r}; the rules are {', '.join(RULES)}")
+
+
+def check_disabled(disabled: Iterable[str]) -> None:
+    """Raise FusionError unless every name is a rule that can be switched off."""
+    names = list(disabled)
+    check_rules(dict.fromkeys(names))
+    for name in names:
+        if name not in OPTIONAL_RULES:
+            raise FusionError(f"rule {name} makes what was asked for; those to do without: {', '.join(OPTIONAL_RULES)}")
 
 
 def require_fusions(reports: tuple[PassReport, ...], required: Mapping[str, int | Literal["all"]]) -> None:

@@ -23,11 +23,12 @@ from graphport.export.bundle import write_graph
 from graphport.export.gguf_matrices import KeptMatrix
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import GraphRunner
-from graphport.export.parity import Check, compare
+from graphport.export.parity import compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import quantized_bytes
 from graphport.export.round_matrices import RoundedGroup
 from graphport.export.targets import CPU, TargetError
+from graphport.model_def.certificate import Check
 from graphport.model_def.signature import GRAPH_FILE
 
 DEFAULT_BUDGET = 0.01  # nats: five times what int8 costs SmolLM2, a thirteenth of int4 rounded to nearest

@@ -30,11 +30,13 @@ def second_moments(model: Transformer, windows: Sequence[Sequence[int]]) -> Iter
     with torch.inference_mode():
         texts = [torch.tensor([list(window)]) for window in windows]
         states = [model.embed(ids, torch.arange(ids.shape[1])) for ids in texts]
-        tables = {ids.shape[1]: model.rotary_tables(ids.shape[1], ids.shape[1]) for ids in texts}
+        lengths = {ids.shape[1] for ids in texts}
+        tables = {length: model.rotary_tables(length, length) for length in lengths}
+        biases = {length: model.text_bias(length) for length in lengths}
         for layer, block in enumerate(model.layers):
             watch = _Watch(block, prefix=f"blocks.{layer}.")
             try:
-                states = [block(x, tables=tables[x.shape[1]][layer]) for x in states]
+                states = [block(x, tables=tables[x.shape[1]][layer], bias=biases[x.shape[1]]) for x in states]
             finally:
                 watch.end()
             yield from watch.moments()

@@ -70,7 +70,7 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
 def _open_function(path: Path, function: str, *, seed: int) -> SourceModel:
     if not path.is_file():
         raise CheckpointError(f"no file at {path}; SOURCE path/to/file.py:function names a Python file")
-    made = _call(path, function)
+    made = call_function(path, function)
     notes: tuple[str, ...] = ()
     if isinstance(made, TransformerConfig):
         with torch.random.fork_rng(devices=[]):
@@ -107,7 +107,7 @@ def _hash(model: Transformer) -> str:
     return digest.hexdigest()
 
 
-def _call(path: Path, function: str) -> object:
+def call_function(path: Path, function: str) -> object:
     """Call the user's function as `python path` would run it: its folder is searched for imports.
 
     What it prints goes to stderr, and it cannot move the process to another folder.

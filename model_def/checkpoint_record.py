@@ -5,7 +5,6 @@ It reads no weights (see `huggingface.py`, `gguf.py`).
 """
 
 import difflib
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,12 +86,6 @@ def name_known(name: object, known: Sequence[str]) -> str:
     """The end of a refusal: "known are ..." and which of them look like `name`."""
     near = difflib.get_close_matches(str(name), known, n=2, cutoff=0.5)
     return f"known are {', '.join(known)}" + (f"; nearest: {', '.join(near)}" if near else "")
-
-
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's bytes, hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def as_float32(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,10 @@ from graphport.model_def.checkpoint_record import (
     as_float32,
     end_ids,
     first_id,
-    hash_file,
     stored_name,
 )
 from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.gguf_config import IGNORED_TENSORS, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file

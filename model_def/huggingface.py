@@ -80,6 +80,21 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
     )
 
 
+def read_folder_config(folder: Path) -> TransformerConfig:
+    """The configuration of the checkpoint in `folder`, without its weights. Raises CheckpointError."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
+    values = read_json(folder / CONFIG_FILE)
+    if find_encoder_family(values.get("model_type")) is not None:
+        raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
+    try:
+        read_config(values, head="tied")  # refuses the config before the files are looked at
+        head, _ = _decide_head(folder, values, find_weight_files(folder))
+        return read_config(values, head=head)[0]
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+
+
 def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily, *, name: str | None) -> Checkpoint:
     try:
         config, notes = read_encoder_config(values, family)

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from graphport.model_def.checkpoint_record import CheckpointError, Shape, as_float32, hash_file
+from graphport.model_def.checkpoint_record import CheckpointError, Shape, as_float32
+from graphport.model_def.file_hashes import hash_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

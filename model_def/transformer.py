@@ -130,12 +130,18 @@ class Transformer(nn.Module):
         length = input_ids.shape[1]
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed(input_ids, positions, token_types)
-        if self.config.relative_bias is not None:
-            relative = self.position_bias(relative_buckets(self.config.relative_bias, length), length)
+        relative = self.text_bias(length)
+        if relative is not None:
             bias = relative if bias is None else bias + relative
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
             x = block(x, tables=tables, padding=padding, bias=bias)
         return x
+
+    def text_bias(self, length: int) -> Tensor | None:
+        """What a text's `length` adds to every layer's scores; None where the config has no relative bias."""
+        if self.config.relative_bias is None:
+            return None
+        return self.position_bias(relative_buckets(self.config.relative_bias, length), length)
 
     @property
     def layers(self) -> list[Block]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graphport.runtime.preparation import Prepared, prepare
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
+    from graphport.runtime.sequence_state import SequenceState
     from graphport.runtime.session import Session
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "LanguageModel",
     "Prepared",
     "SamplingParams",
+    "SequenceState",
     "Session",
     "StreamEvent",
     "load",
@@ -36,6 +38,7 @@ _HOMES = {
     "LanguageModel": "graphport.runtime.language_model",
     "Prepared": "graphport.runtime.preparation",
     "SamplingParams": "graphport.runtime.sampling_params",
+    "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
     "load": "graphport.runtime.loading",

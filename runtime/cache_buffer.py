@@ -36,6 +36,12 @@ class CacheBuffer(Protocol):
     def copy_row(self, source: "CacheBuffer", source_slot: int, slot: int, length: int) -> None:
         """Copy the first `length` tokens of a row of `source`, which may have another capacity, into row `slot`."""
 
+    def read_tokens(self, slot: int, begin: int, end: int) -> NDArray[np.generic]:
+        """A copy on the host of tokens begin .. end-1 of row `slot`, [heads, tokens, head_dim]."""
+
+    def write_tokens(self, slot: int, begin: int, tokens: NDArray[np.generic]) -> None:
+        """Put `tokens` [heads, tokens, head_dim] from the host into row `slot`, from token `begin` on."""
+
 
 class HostBuffer:
     """A CacheBuffer in host memory; pages are taken from the system when first written."""
@@ -55,6 +61,14 @@ class HostBuffer:
         assert isinstance(source, HostBuffer)
         self.array[slot, :, :length] = source.array[source_slot, :, :length]
 
+    def read_tokens(self, slot: int, begin: int, end: int) -> NDArray[np.generic]:
+        """See CacheBuffer."""
+        return self.array[slot, :, begin:end].copy()
+
+    def write_tokens(self, slot: int, begin: int, tokens: NDArray[np.generic]) -> None:
+        """See CacheBuffer."""
+        self.array[slot, :, begin : begin + tokens.shape[1]] = tokens
+
 
 class CudaBuffer:
     """A CacheBuffer in CUDA device memory; copies are queued on the session's stream, before whatever runs next."""
@@ -62,6 +76,7 @@ class CudaBuffer:
     def __init__(self, cuda: CudaRuntime, shape: tuple[int, int, int, int], dtype: DType) -> None:
         self.shape = shape
         self._cuda = cuda
+        self._dtype = NUMPY_DTYPES[dtype]
         self._token_bytes = shape[3] * np.dtype(NUMPY_DTYPES[dtype]).itemsize
         self._head_bytes = shape[2] * self._token_bytes
         num_bytes = shape[0] * shape[1] * self._head_bytes
@@ -83,3 +98,22 @@ class CudaBuffer:
             width=length * self._token_bytes,
             num_rows=self.shape[1],
         )
+
+    def read_tokens(self, slot: int, begin: int, end: int) -> NDArray[np.generic]:
+        """See CacheBuffer."""
+        tokens: NDArray[np.generic] = np.empty((self.shape[1], end - begin, self.shape[3]), self._dtype)
+        width = (end - begin) * self._token_bytes
+        source = self.address(slot) + begin * self._token_bytes
+        self._cuda.download_rows(
+            tokens.ctypes.data, width, source, self._head_bytes, width=width, num_rows=self.shape[1]
+        )
+        self._cuda.synchronize()
+        return tokens
+
+    def write_tokens(self, slot: int, begin: int, tokens: NDArray[np.generic]) -> None:
+        """See CacheBuffer."""
+        tokens = np.ascontiguousarray(tokens)
+        width = tokens.shape[1] * self._token_bytes
+        target = self.address(slot) + begin * self._token_bytes
+        self._cuda.upload_rows(target, self._head_bytes, tokens.ctypes.data, width, width=width, num_rows=self.shape[1])
+        self._cuda.synchronize()  # the copy reads `tokens`, which may be gone later

@@ -51,17 +51,19 @@ class CudaRuntime:
         self, target: int, target_pitch: int, source: int, source_pitch: int, *, width: int, num_rows: int
     ) -> None:
         """Queue a copy on the device of `num_rows` pieces of `width` bytes that lie `pitch` bytes apart."""
-        self._call(
-            "cudaMemcpy2DAsync",
-            ctypes.c_void_p(target),
-            ctypes.c_size_t(target_pitch),
-            ctypes.c_void_p(source),
-            ctypes.c_size_t(source_pitch),
-            ctypes.c_size_t(width),
-            ctypes.c_size_t(num_rows),
-            ctypes.c_int(_DEVICE_TO_DEVICE),
-            ctypes.c_void_p(self.stream),
-        )
+        self._copy_rows(target, target_pitch, source, source_pitch, width, num_rows, _DEVICE_TO_DEVICE)
+
+    def upload_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, *, width: int, num_rows: int
+    ) -> None:
+        """`copy_rows` from the host; the source must not change before the stream is synchronised."""
+        self._copy_rows(target, target_pitch, source, source_pitch, width, num_rows, _HOST_TO_DEVICE)
+
+    def download_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, *, width: int, num_rows: int
+    ) -> None:
+        """`copy_rows` to the host, there once the stream is synchronised."""
+        self._copy_rows(target, target_pitch, source, source_pitch, width, num_rows, _DEVICE_TO_HOST)
 
     def clear(self, device: int, num_bytes: int) -> None:
         """Queue zeros for device memory."""
@@ -81,6 +83,21 @@ class CudaRuntime:
         addresses = ctypes.c_void_p(target), ctypes.c_void_p(source)
         self._call(
             "cudaMemcpyAsync", *addresses, ctypes.c_size_t(num_bytes), ctypes.c_int(kind), ctypes.c_void_p(self.stream)
+        )
+
+    def _copy_rows(
+        self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, num_rows: int, kind: int
+    ) -> None:
+        self._call(
+            "cudaMemcpy2DAsync",
+            ctypes.c_void_p(target),
+            ctypes.c_size_t(target_pitch),
+            ctypes.c_void_p(source),
+            ctypes.c_size_t(source_pitch),
+            ctypes.c_size_t(width),
+            ctypes.c_size_t(num_rows),
+            ctypes.c_int(kind),
+            ctypes.c_void_p(self.stream),
         )
 
     def _new_stream(self) -> int:

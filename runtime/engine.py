@@ -1,10 +1,14 @@
 """Continuous batching: prompts run in chunks, rows decode together, finished rows leave and waiting ones join.
 
 In: sequences. Out: tokens, handed to each sequence as they come. It validates no requests and chooses no tokens itself.
-One thread at a time may run a step (see `language_model.py`); others may `submit` and append to `cancellations`.
+One thread at a time may run a step (see `turns.py`); others may `submit` and append to `cancellations`.
 """
 
+import functools
+import time
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,38 +16,67 @@ from numpy.typing import NDArray
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import SCORING_BYTES
-from graphport.runtime.scheduler import Scheduler
+from graphport.runtime.row_reuse import RowReuse
+from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
 
 
 class Engine:
-    """Runs sequences over one session and one cache. A step decodes once, then prefills at most `prefill_chunk` tokens.
+    """Runs sequences over one session and one cache. A step decodes once, then prefills at most one chunk of prompts.
 
-    In this order a prompt's first token reaches its owner before the second is computed.
+    In this order a prompt's first token reaches its owner before the second is computed. A chunk has `prefill_chunk`
+    tokens at most: no row waits for its next token for longer than one decode step and one such chunk take. Chunks end
+    at multiples of `prefill_chunk`, whatever else runs, so that results do not depend on that.
 
-    A failure of a sequence ends that sequence, with its error kept for its owner; the others go on.
+    A failure of a sequence ends that sequence, with its error kept for its owner; the others go on. `clock` is what
+    deadlines are compared with, in seconds. `prefix_cache_bytes`: what rows of earlier prompts may take.
+    `reused_chunk`: the size of the pieces of prompts that may be used again, None where any may.
     """
 
-    def __init__(self, session: Session, *, max_batch: int, max_length: int, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        *,
+        max_batch: int,
+        max_length: int,
+        prefill_chunk: int,
+        prefix_cache_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.session = session
         self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
         self.scheduler = Scheduler(self.cache)
-        self.arrivals: deque[Sequence] = deque()
+        self.arrivals: deque[PromptGroup] = deque()
         self.cancellations: deque[Sequence] = deque()
-        self.num_steps = 0
+        self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = 0
+        self.num_drafted = self.num_drafted_right = 0
         self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
+        self.reused_chunk = self._prefill_chunk if session.depends_on_cuts else None
+        self.reuse = RowReuse(self.cache, budget=prefix_cache_bytes, chunk=self.reused_chunk)
         self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
         self._last_ids = np.zeros((max_batch, 1), np.int64)
+        self._clock = clock
 
-    def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence; one that is finished already is left alone. May be called during a step."""
-        if not sequence.is_finished:
-            self.arrivals.append(sequence)
+    def submit(self, *sequences: Sequence) -> None:
+        """Queue the samples of one prompt; those finished already are left alone. May be called during a step."""
+        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
+        if unfinished:
+            self.arrivals.append(PromptGroup(unfinished))
+
+    def require_possible(self, sequences: Many[Sequence]) -> None:
+        """Raise NotEnoughMemoryError if samples of one prompt could never have their rows. May be called at any time.
+
+        Rows are those of the tokens that the request asks for; where it sets no limit, of its prompt and one more.
+        """
+        first = sequences[0]
+        length = len(first.prompt_ids) + min(first.params.max_new_tokens or 1, self.cache.max_length)
+        self.cache.require_possible(len(sequences), min(length, self.cache.max_length))
 
     def step(self) -> None:
         """Advance every running sequence by one token, and waiting prompts by up to one chunk."""
         self.drop_cancelled()
+        self._drop_late()
         self._decode()
         self._prefill()
 
@@ -51,9 +84,7 @@ class Engine:
         """End the sequences in `cancellations`, and free their slots. Not during a step."""
         self._take_arrivals()
         while self.cancellations:
-            sequence = self.cancellations.popleft()
-            self.scheduler.remove(sequence)
-            sequence.cancel()
+            self._cancel(self.cancellations.popleft())
 
     def all_sequences(self) -> list[Sequence]:
         """Every sequence that has not ended, in no particular order. Not during a step."""
@@ -62,55 +93,88 @@ class Engine:
 
     def _take_arrivals(self) -> None:
         while self.arrivals:
-            self.scheduler.waiting.append(self.arrivals.popleft())
+            self.scheduler.add(self.arrivals.popleft())
+
+    def _drop_late(self) -> None:
+        now = self._clock()
+        for sequence in self.scheduler.all_sequences():
+            if sequence.deadline is not None and now >= sequence.deadline:
+                self._cancel(sequence)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        sequence.cancel()
+        self._remove(sequence)
 
     def _prefill(self) -> None:
-        budget = self._prefill_chunk
-        while budget > 0 and (sequence := self.scheduler.next_prefill()) is not None:
-            ids, rows = self._next_chunk(sequence)
-            if len(ids) > budget:
+        used = 0
+        while used < self._prefill_chunk and (group := self.scheduler.next_prefill()) is not None:
+            if not self._begin(group):
+                continue
+            ids, rows = self._next_chunk(group.first)
+            if used + len(ids) > self._prefill_chunk:
                 return
-            self._run_chunk(sequence, ids, rows)
+            self._run_chunk(group, ids, rows)
             # logits of many positions take it all: their owner can read them before the next step makes more
-            budget -= len(ids) if rows is None else budget
+            used += len(ids) if rows is None else self._prefill_chunk
+
+    def _begin(self, group: PromptGroup) -> bool:
+        """Make room in the cache and fill in the rows that are known already; whether that succeeded.
+
+        Room is for the whole prompt and a token after it, for all samples: the cache grows, or refuses, once and before
+        the work.
+        """
+        if group.has_begun:
+            return True
+        slot = self.scheduler.prefill_slot
+        try:
+            self.cache.reserve(slot + len(group.sequences), self.scheduler.room_for(group))
+            self.reuse.restore(group.first, slot)
+        except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
+            self._fail(list(group.sequences), error)
+            return False
+        group.has_begun = True
+        return True
 
     def _next_chunk(self, sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.
 
-        None asks for the last one at most. A part begins and ends wherever it would if the prompt were alone: over a
-        quantised cache, results depend on that.
+        None asks for the last one at most.
         """
         begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
+        size = self._prefill_chunk - begin % self._prefill_chunk
         if first is None:
-            return sequence.prompt_ids[begin : begin + self._prefill_chunk], None
+            return sequence.prompt_ids[begin : begin + size], None
         before = max(first - begin, 0)
-        ids = sequence.prompt_ids[begin : begin + min(self._prefill_chunk, before + self._scoring_chunk)]
+        ids = sequence.prompt_ids[begin : begin + min(size, before + self._scoring_chunk)]
         return ids, np.arange(before, len(ids)) if before < len(ids) else None
 
-    def _run_chunk(self, sequence: Sequence, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
+    def _run_chunk(self, group: PromptGroup, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
         """Run `ids` [S] of a prompt, at batch 1 on its slot."""
         slot = self.scheduler.prefill_slot
-        begin = int(self.cache.lengths[slot])
+        is_last = int(self.cache.lengths[slot]) + len(ids) == len(group.first.prompt_ids)
         try:
-            # room for the whole prompt and a token after it: the cache grows, or refuses, once and before the work
-            room = min(len(sequence.prompt_ids) + 1, self.cache.max_length)
-            self.cache.reserve(slot + 1, room)
             self.num_steps += 1
             outputs = self.session.run(self.cache, ids[np.newaxis], rows, first_slot=slot)
-            is_last = begin + len(ids) == len(sequence.prompt_ids)
-            if is_last or rows is not None:
-                sequence.accept(outputs)
-        except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
-            sequence.fail(error)
-            is_last = True
-        if sequence.is_finished:
-            self.scheduler.remove(sequence)
-        elif is_last:
+        except Exception as error:  # as above
+            self._fail(list(group.sequences), error)
+            return
+        self.num_prompt_tokens += len(ids)
+        if not is_last and rows is None:
+            return
+        for sequence in group.sequences:
+            self._accept(sequence, functools.partial(sequence.accept_prompt, outputs, is_last=is_last))
+        if is_last:
+            self.reuse.keep(group.first, slot)
+            for sequence in group.sequences:
+                if sequence.is_finished:
+                    self.reuse.hand_over(sequence, slot)
             self.scheduler.start_decoding()
+        else:
+            self._remove_finished(list(group.sequences))
 
     def _decode(self) -> None:
         rows = list(self.scheduler.decoding)
-        if not rows:
+        if not rows or (len(rows) == 1 and self._decode_with_draft(rows[0])):
             return
         for slot, sequence in enumerate(rows):
             self._last_ids[slot, 0] = sequence.token_ids[-1]
@@ -125,15 +189,56 @@ class Engine:
             self._fail(rows, error)
             return
         for slot, sequence in enumerate(rows):
-            try:
-                sequence.accept(outputs, slot)
-            except Exception as error:  # as above: this row's alone
-                sequence.fail(error)
-        for sequence in rows:
-            if sequence.is_finished:
-                self.scheduler.remove(sequence)
+            self._accept(sequence, functools.partial(sequence.accept, outputs, slot))
+        self._remove_finished(rows)
+
+    def _decode_with_draft(self, sequence: Sequence) -> bool:
+        """Check what `sequence`, which decodes alone, drafts; whether it drafted anything.
+
+        Rows that decode together share one pass over the weights, which is worth more than drafts, and a long step of
+        one would hold up the others.
+        """
+        try:
+            draft = sequence.draft()
+            if not draft:
+                return False
+            before, count = int(self.cache.lengths[0]), len(sequence.token_ids)
+            ids = np.array([[sequence.token_ids[-1], *draft]], np.int64)
+            self.num_steps += 1
+            outputs = self.session.run(self.cache, ids, np.arange(len(draft) + 1))
+            self.cache.rewind(0, before + 1)
+            num_right = sequence.accept_draft(outputs, draft)
+            self.cache.advance(0, 1, num_right)
+            self.num_drafted += len(draft)
+            self.num_drafted_right += num_right
+            self.num_generated_tokens += len(sequence.token_ids) - count
+        except Exception as error:  # as above
+            sequence.fail(error)
+        self._remove_finished([sequence])
+        return True
+
+    def _accept(self, sequence: Sequence, accept: Callable[[], None]) -> None:
+        count = len(sequence.token_ids)
+        try:
+            accept()
+        except Exception as error:  # as above: this sequence's alone
+            sequence.fail(error)
+        self.num_generated_tokens += len(sequence.token_ids) - count
 
     def _fail(self, rows: list[Sequence], error: Exception) -> None:
         for sequence in rows:
             sequence.fail(error)
-            self.scheduler.remove(sequence)
+        self._remove_finished(rows)
+
+    def _remove_finished(self, rows: list[Sequence]) -> None:
+        for sequence in rows:
+            if sequence.is_finished:
+                self._remove(sequence)
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that has ended; its rows are kept unless it failed."""
+        slot = self.scheduler.slot_of(sequence)
+        if slot is not None and sequence.error is None:
+            self.reuse.keep(sequence, slot)
+            self.reuse.hand_over(sequence, slot)
+        self.scheduler.remove(sequence)

@@ -1,12 +1,15 @@
 """What a finished request became.
 
-In: a sequence that has ended. Out: its ids, text and reason as one record. It runs nothing.
+In: sequences that have ended. Out: their ids, text and reason as one record. It runs nothing.
 """
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
 
 from graphport.runtime.sampling import Sample
 from graphport.runtime.sequence import FinishReason, Sequence
+from graphport.runtime.sequence_state import ModelIdentity, SequenceState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +18,10 @@ class GenerationOutput:
 
     `token_ids` are the new ids, an end id included; `text` is their text without end ids, cut before a stop string, and
     empty when the bundle has no tokenizer. `logprobs` has one Sample a new id if SamplingParams.logprobs asked for it.
+    `prompt_logprobs` has a Sample for each prompt id but the first, for which it has None, if
+    SamplingParams.prompt_logprobs asked for it; of several samples, the first output has it. `others` are samples 1 to
+    n-1 of the same prompt (SamplingParams.n). `state`: of all ids that have run, which the last one has not, where it
+    was asked for (`keep_state`) and anything ran.
     """
 
     text: str
@@ -22,10 +29,36 @@ class GenerationOutput:
     finish_reason: FinishReason
     prompt_token_ids: tuple[int, ...]
     logprobs: tuple[Sample, ...] | None = None
+    prompt_logprobs: tuple[Sample | None, ...] | None = None
+    others: tuple["GenerationOutput", ...] = ()
+    state: SequenceState | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def samples(self) -> tuple["GenerationOutput", ...]:
+        """All n samples: this one, and the others."""
+        return (self, *self.others)
 
 
-def generation_output(sequence: Sequence) -> GenerationOutput:
-    """The record of `sequence`, which has ended without an error."""
+def generation_output(sequences: Many[Sequence], model: ModelIdentity) -> GenerationOutput:
+    """The record of the samples of one prompt, which have ended without an error."""
+    first, *others = (_record(sequence, model) for sequence in sequences)
+    return dataclasses.replace(first, others=tuple(others))
+
+
+def kept_state(sequence: Sequence, model: ModelIdentity) -> SequenceState | None:
+    """The state of `sequence`, which has ended; None if none was asked for, or nothing ran."""
+    if sequence.kept_rows is None:
+        return None
+    length = sequence.kept_rows[0].shape[1]
+    return SequenceState(
+        token_ids=(*sequence.prompt_ids.tolist(), *sequence.token_ids)[:length],
+        rows=sequence.kept_rows,
+        num_prompt_tokens=min(length, len(sequence.prompt_ids)),
+        model=model,
+    )
+
+
+def _record(sequence: Sequence, model: ModelIdentity) -> GenerationOutput:
     assert sequence.finish_reason is not None
     return GenerationOutput(
         text=sequence.text,
@@ -33,4 +66,6 @@ def generation_output(sequence: Sequence) -> GenerationOutput:
         finish_reason=sequence.finish_reason,
         prompt_token_ids=tuple(sequence.prompt_ids.tolist()),
         logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
+        prompt_logprobs=None if sequence.first_row is None else (None, *sequence.prompt_samples),
+        state=kept_state(sequence, model),
     )

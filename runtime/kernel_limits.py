@@ -43,3 +43,9 @@ def _cpu_limit(header: GraphHeader, cache_dtype: DType | None) -> str | None:
     for bits in sorted(slow.intersection(_SLOW_BITS)):
         return f"its {bits}-bit products ask for float activations, hundreds of times slower on the CPU than 8-bit ones"
     return None
+
+
+def has_int8_activations(header: GraphHeader) -> bool:
+    """Whether a product of the graph rounds its activations to 8 bits on the CPU."""
+    products = header.nodes_of("MatMulNBits")
+    return any(node.integers.get("accuracy_level") == _INT8_ACTIVATIONS for node in products)

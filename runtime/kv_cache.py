@@ -21,9 +21,10 @@ FIRST_CAPACITY = 64
 class KVCache:
     """Slots of cached tokens; active slots are the dense prefix 0 .. num_active-1.
 
-    Slots and capacity grow by doubling as sequences need them, to `max_slots` and `max_length` at most, keeping what
-    is cached; nothing is allocated before the first `reserve`. Rows of a slot beyond its length are undefined, and no
-    kernel reads them. `new_buffer` makes the memory, on `device`. Not thread-safe.
+    Slots and capacity grow by doubling as sequences need them, to `max_slots` and `max_length` at most, keeping what is
+    cached, and by no more than is needed where twice as much would not fit; nothing is allocated before the first
+    `reserve`. Rows of a slot beyond its length are undefined, and no kernel reads them. `new_buffer` makes the memory,
+    on `device`. Not thread-safe.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class KVCache:
         self._device: Device = device
         self._new_buffer = new_buffer
         self._free = free
-        self._bytes_per_token = cache_bytes_per_token(self.specs)
+        self.bytes_per_token = cache_bytes_per_token(self.specs)
 
     def claim(self) -> int:
         """Take the next free slot, empty, and return its index. Raises RuntimeError when all are taken."""
@@ -78,6 +79,21 @@ class KVCache:
             buffer.copy_row(buffer, source, target, length)
         self.lengths[target] = length
 
+    def read_rows(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.generic], ...]:
+        """Copies on the host of tokens begin .. end-1 of active `slot`: of each buffer [kv_heads, tokens, width]."""
+        self._require_active(slot)
+        assert 0 <= begin <= end <= self.lengths[slot]
+        return tuple(buffer.read_tokens(slot, begin, end) for buffer in self.buffers)
+
+    def append_rows(self, slot: int, rows: Sequence[NDArray[np.generic]]) -> None:
+        """Put what `read_rows` gave behind the tokens of active `slot`, for which there must be room."""
+        self._require_active(slot)
+        begin, count = int(self.lengths[slot]), rows[0].shape[1]
+        assert begin + count <= self.capacity
+        for buffer, tokens in zip(self.buffers, rows, strict=True):
+            buffer.write_tokens(slot, begin, tokens)
+        self.lengths[slot] = begin + count
+
     def rewind(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of `slot`. Raises ValueError, changing nothing, if it has fewer."""
         self._require_active(slot)
@@ -93,8 +109,8 @@ class KVCache:
     def reserve(self, num_slots: int, length: int) -> None:
         """Make room for `length` tokens in each of the first `num_slots` slots, growing the buffers if needed.
 
-        Raises ValueError beyond `max_slots` or `max_length`, and NotEnoughMemoryError, before anything is taken, when
-        the larger buffers would not fit; the cache is unchanged then.
+        Slots that are not active may be given up for that. Raises ValueError beyond `max_slots` or `max_length`, and
+        NotEnoughMemoryError, before anything is taken, when no buffers that would do fit; the cache is unchanged then.
         """
         if num_slots <= self.num_slots and length <= self.capacity:
             return
@@ -103,33 +119,71 @@ class KVCache:
                 f"{num_slots} rows of {length} tokens exceed the cache's limits of {self.max_slots} rows and "
                 f"{self.max_length} tokens; load the bundle with larger max_batch or max_length"
             )
-        capacity = _next_size(self.capacity or min(FIRST_CAPACITY, self.max_length), length, self.max_length)
+        shapes = self._shapes(num_slots, length)
+        shape = next((shape for shape in shapes if self._fits(*shape)), None)
+        if shape is None:
+            self._require_room(*shapes[0])
+        self._resize(*(shape or shapes[0]))
+
+    def has_room(self, num_slots: int, length: int) -> bool:
+        """Whether `reserve` would succeed as far as memory goes."""
+        is_there = num_slots <= self.num_slots and length <= self.capacity
+        return is_there or any(self._fits(*shape) for shape in self._shapes(num_slots, length))
+
+    def require_possible(self, num_slots: int, length: int) -> None:
+        """Raise NotEnoughMemoryError if rows of `length` tokens could not be had even if these were the only ones."""
+        held = self.bytes_for(self.num_slots, self.capacity)
+        require_memory(
+            self.bytes_for(num_slots, length),
+            self._free() + held,
+            what=f"a request of {num_slots} rows of {length} tokens",
+            advice="give a shorter prompt, or fewer max_new_tokens or samples",
+        )
+
+    def _shapes(self, num_slots: int, length: int) -> list[tuple[int, int]]:
+        """Slots and capacities that would do, the one to prefer first: by doubling, then no more than is needed.
+
+        The last one gives up slots that nobody holds. It is left out while a prompt is in prefill whose samples have
+        not got theirs: then fewer slots are asked for than are active.
+        """
+        doubled = _next_size(self.capacity or min(FIRST_CAPACITY, self.max_length), length, self.max_length)
+        needed = min(-(-max(length, self.capacity) // FIRST_CAPACITY) * FIRST_CAPACITY, self.max_length)
         slots = _next_size(self.num_slots or 1, num_slots, self.max_slots)
-        self._require_room(slots, capacity)
-        self._resize(slots, capacity)
+        shapes = [(slots, doubled), (slots, needed), (max(self.num_slots, num_slots), needed)]
+        if num_slots >= self.num_active:
+            longest = max(length, int(self.lengths[: self.num_active].max(initial=0)))
+            shapes.append((num_slots, min(-(-longest // FIRST_CAPACITY) * FIRST_CAPACITY, self.max_length)))
+        return shapes
 
     def bytes_for(self, slots: int, capacity: int) -> int:
         """Bytes of all buffers for `slots` slots of `capacity` tokens."""
-        return self._bytes_per_token * slots * capacity
+        return self.bytes_per_token * slots * capacity
 
     def _require_active(self, slot: int) -> None:
         if not 0 <= slot < self.num_active:
             raise ValueError(f"slot {slot} is not active; {self.num_active} slots are")
 
-    def _require_room(self, slots: int, capacity: int) -> None:
-        """Refuse what does not fit at the peak of `_resize`.
+    def _peak(self, slots: int, capacity: int) -> int:
+        """Bytes that must be free for `_resize`.
 
         In host memory that is the new size and one old buffer: pages are taken when written, rows are moved one buffer
         after the other. A device takes all of the new size at once, beside the old.
         """
-        written = extra = 0
-        if self._device == "cpu":
-            written = self._bytes_per_token * int(self.lengths[: self.num_active].sum())
-            extra = self.bytes_for(self.num_slots, self.capacity) // len(self.specs)
-        free = self._free()
-        room = max(0, free + written - extra) // self._bytes_per_token
+        if self._device != "cpu":
+            return self.bytes_for(slots, capacity)
+        written = self.bytes_per_token * int(self.lengths[: self.num_active].sum())
+        extra = self.bytes_for(self.num_slots, self.capacity) // len(self.specs)
+        return self.bytes_for(slots, capacity) - written + extra
+
+    def _fits(self, slots: int, capacity: int) -> bool:
+        return self._peak(slots, capacity) <= self._free()
+
+    def _require_room(self, slots: int, capacity: int) -> None:
+        """Raise NotEnoughMemoryError, with what would fit, if that size does not."""
+        free, beside = self._free(), self._peak(slots, capacity) - self.bytes_for(slots, capacity)
+        room = max(0, free - beside) // self.bytes_per_token
         require_memory(
-            self.bytes_for(slots, capacity) - written + extra,
+            self._peak(slots, capacity),
             free,
             what=f"a KV cache of {slots} rows of {capacity} tokens",
             advice=f"{room // slots} tokens a row would fit with {slots} rows, {room // capacity} rows with {capacity} "

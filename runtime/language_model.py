@@ -9,34 +9,35 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 
 import logging
 import os
-import threading
-from collections import abc, deque
+from collections import abc
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import Device, DeviceWish
+from graphport.runtime.draft_sources import check_drafts, speculation_source
 from graphport.runtime.engine import Engine
-from graphport.runtime.generation_output import GenerationOutput, generation_output
+from graphport.runtime.engine_statistics import EngineStatistics, engine_statistics
+from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
+from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory_plan import RunLimits
-from graphport.runtime.prompts import checked_prompt_ids
+from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+from graphport.runtime.prefix_cache import checked_prefix_budget
+from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
-from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
+from graphport.runtime.sequence import StreamEvent
+from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_state
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.turns import Turns
 
-Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
-
-PREFILL_CHUNK = 512
 DECODER_BATCH = 8
-
-_Result = TypeVar("_Result")
 
 _log = logging.getLogger(__name__)
 
@@ -50,24 +51,35 @@ def load_language_model(
     max_batch: int = DECODER_BATCH,
     max_length: int | None = None,
     threads: int | None = None,
-    prefill_chunk: int = PREFILL_CHUNK,
+    prefill_chunk: int | None = None,
+    prefix_cache_bytes: int = 0,
+    prompt_lookup: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
     prepared: bool = True,
+    strict: bool = False,
 ) -> "LanguageModel":
     """Open a decoder's bundle.
 
     device_id: which CUDA device. provider_options: of ONNX Runtime's CUDA provider, for example {"use_tf32": "1"}.
     max_batch: prompts that run together; more are queued. max_length: longest prompt + new tokens, at most and by
     default the bundle's. threads: of the CPU, by default one a core. prefill_chunk: prompt tokens a step, a bound of
-    the workspace and of how long running rows wait for a new prompt. cuda_graphs, on CUDA alone: decode steps are
-    captured and replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the
-    cudaStream_t to run on, by default one of the session's own that is ordered with the legacy default stream.
-    prepared: on the CPU, take the graph that `prepare` packed for this processor, if there is one.
-    Raises ManifestError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
+    the workspace and of how long running rows wait for a new prompt; by default 64 for a bundle for the CPU, 512 for
+    CUDA. prefix_cache_bytes: host memory for rows of earlier prompts, which later ones that begin alike use again; none
+    by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
+    with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
+    replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
+    run on, by default one of the session's own that is ordered with the legacy default stream. prepared: on the CPU,
+    take the graph that `prepare` packed for this processor, if there is one. strict: refuse changed bytes, a bundle
+    without certificate, and a provider or ONNX Runtime other than certified; the graph runs as it was certified, not as
+    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and
+    ValueError, also for an encoder's bundle.
     """
-    return LanguageModel(
-        open_bundle(bundle),
+    files = open_bundle(bundle)
+    certificate = require_certified(files) if strict else None
+    lm = LanguageModel(
+        files,
         device=device,
         device_id=device_id,
         provider_options=provider_options,
@@ -75,17 +87,20 @@ def load_language_model(
         max_length=max_length,
         threads=threads,
         prefill_chunk=prefill_chunk,
+        prefix_cache_bytes=prefix_cache_bytes,
+        prompt_lookup=prompt_lookup,
+        draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
-        prepared=prepared,
+        prepared=prepared and not strict,
     )
+    if certificate is not None:
+        require_same_surroundings(certificate, files.folder, lm.device)
+    return lm
 
 
 class LanguageModel:
-    """An open bundle. Methods may be called from several threads: their requests share the batch.
-
-    Whoever waits for a result runs the engine's next step, or waits for the step that another thread runs, so a stream
-    that nobody reads holds up no one.
+    """An open bundle. Methods may be called from several threads: their requests share the batch (see `turns.py`).
 
     Attributes: `device`, `device_id`, `provider_options` (those that CUDA took), `memory_plan`, `threads`,
     `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
@@ -101,7 +116,10 @@ class LanguageModel:
         max_batch: int = DECODER_BATCH,
         max_length: int | None = None,
         threads: int | None = None,
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
+        prefix_cache_bytes: int = 0,
+        prompt_lookup: bool = False,
+        draft: str | os.PathLike[str] | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
         prepared: bool = True,
@@ -113,11 +131,14 @@ class LanguageModel:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
+        chunk = PREFILL_CHUNKS[bundle.manifest.target] if prefill_chunk is None else prefill_chunk
         limits = RunLimits(
             max_batch=checked_count("max_batch", max_batch),
             max_length=self.max_length,
-            prefill_chunk=checked_count("prefill_chunk", prefill_chunk),
+            prefill_chunk=checked_count("prefill_chunk", chunk),
         )
+        checked_prefix_budget(prefix_cache_bytes)
+        check_drafts(draft, prompt_lookup=prompt_lookup)
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
         with ThreadPoolExecutor(max_workers=1) as executor:
@@ -142,53 +163,76 @@ class LanguageModel:
         self.device_id = session.device_id
         self.provider_options = session.provider_options
         self.memory_plan = session.memory_plan
-        self._engine: Engine | None = Engine(
-            session, max_batch=limits.max_batch, max_length=self.max_length, prefill_chunk=limits.prefill_chunk
+        engine = Engine(
+            session,
+            max_batch=limits.max_batch,
+            max_length=self.max_length,
+            prefill_chunk=limits.prefill_chunk,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
-        # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
-        self._turn = threading.Condition(threading.Lock())
-        self._is_stepping = False
+        self._intake = Intake(
+            bundle.manifest,
+            self.tokenizer,
+            identity=ModelIdentity.of(bundle.manifest, is_prepared=session.is_prepared, chunk=engine.reused_chunk),
+            max_length=self.max_length,
+            max_batch=limits.max_batch,
+            new_speculation=speculation_source(
+                session, self.tokenizer, draft=draft, prompt_lookup=prompt_lookup, max_length=self.max_length
+            ),
+        )
+        self._turns = Turns(engine)
 
     def generate(
-        self, prompts: abc.Sequence[Prompt], params: SamplingParams | abc.Sequence[SamplingParams] | None = None
+        self,
+        prompts: abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestArguments],
     ) -> list[GenerationOutput]:
         """Continue every prompt, a str or a list of ids; outputs in the order of the prompts.
 
-        params: one for all, or one a prompt. All prompts are checked before any runs. Raises TypeError and ValueError
-        for requests, NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
+        params: one for all, or one a prompt. options: see `RequestOptions`. All prompts are checked before any runs.
+        Raises TypeError and ValueError for requests, NotEnoughMemoryError for one whose rows could never fit (one that
+        fits later waits), NonFiniteLogitsError when the model overflows; no request of the call goes on after an error.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
-            raise TypeError(
-                f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]"
-            )
-        each = _params_for_each(params, len(prompts))
-        sequences = [
-            self._new_sequence(prompt, one, f"prompt {i}")
-            for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
-        ]
-        self._run(sequences)
-        return [generation_output(sequence) for sequence in sequences]
+        requests = self._intake.generations(prompts, params, RequestOptions(**options))
+        self._turns.admit(requests)
+        self._turns.run(requests)
+        return [generation_output(request.sequences, self._intake.identity) for request in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> abc.Iterator[StreamEvent]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestArguments],
+    ) -> abc.Iterator[StreamEvent]:
         """Continue one prompt, token by token; the texts of the events join to the text of `generate`.
 
-        The request is checked now and starts when first iterated. Closing the iterator, or dropping it, cancels the
-        request and frees its place in the batch.
+        The events of several samples (`SamplingParams.n`) come as they are computed, with the sample's `index`.
+        options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
+        or dropping it, cancels the request and frees its place in the batch.
         """
-        sequence = self._new_sequence(prompt, params or SamplingParams(), "prompt")
-        return self._results(sequence, sequence.events)
+        wish = params or SamplingParams()
+        request = self._intake.generation(prompt, wish, RequestOptions(**options), name="prompt")
+        self._turns.admit([request])
+        return self._turns.results(request)
 
     def chat(
-        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None
+        self,
+        messages: abc.Sequence[dict[str, Any]],
+        params: SamplingParams | None = None,
+        **options: Unpack[RequestArguments],
     ) -> abc.Iterator[StreamEvent]:
-        """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template."""
-        return self.stream(self._need_tokenizer("chat").apply_chat_template(messages), params)
+        """Stream the answer to `messages` ({"role": ..., "content": ...}), rendered by the bundle's chat template.
+
+        options: those of `stream`.
+        """
+        return self.stream(self._intake.need_tokenizer("chat").apply_chat_template(messages), params, **options)
 
     def logits(self, prompts: abc.Sequence[abc.Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
         """Logits [len, vocab] of every position of each list of ids, through the cache path."""
         if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
             raise TypeError(f"logits takes a list of lists of ids, got {type(prompts).__name__}")
-        checked = [self._checked_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
+        checked = [self._intake.checked_ids(ids, f"prompt {i}") for i, ids in enumerate(prompts)]
         return [self._all_logits(ids) for ids in checked]
 
     def stream_logits(
@@ -199,27 +243,44 @@ class LanguageModel:
         A piece is at most 64 MiB or one row, and the next is computed when it is asked for (or by another thread's
         steps). Raises as `generate` does.
         """
-        checked = self._checked_ids(ids, "ids")
-        if not 0 <= first_row < len(checked):
-            raise ValueError(f"first_row must be 0 to {len(checked) - 1}, the last position; got {first_row}")
-        sequence = ScoringSequence(checked, vocab_size=self.vocab_size, first_row=first_row)
-        return self._results(sequence, sequence.pieces)
+        return self._turns.results(self._intake.scoring(ids, first_row=first_row, name="ids"))
+
+    def prefill(self, prompt: Prompt, *, state: SequenceState | None = None) -> SequenceState:
+        """Run a prompt, a str or a list of ids, and return the rows that it leaves in the cache.
+
+        Requests that get it as `state` skip what their prompts share with it. state: rows known already. Raises as
+        `generate` does.
+        """
+        ids = self._intake.prompt_ids(prompt, "prompt")
+        request = self._intake.scoring(ids, first_row=None, name="prompt", state=state, keeps_state=True)
+        self._turns.admit([request])
+        self._turns.run([request])
+        kept = kept_state(request.sequences[0], self._intake.identity)
+        assert kept is not None
+        return kept
+
+    def restore(self, path: str | os.PathLike[str]) -> SequenceState:
+        """Read a state that `SequenceState.save` wrote.
+
+        Raises ValueError for a file that is torn, or of another kind, version or model; OSError if there is none.
+        """
+        specs = self._turns.need_engine().cache.specs
+        return read_state(path, model=self._intake.identity, specs=specs, vocab_size=self.vocab_size)
 
     def close(self) -> None:
         """Give the session and the cache back; running requests end as cancelled, later ones raise."""
-        with self._turn:
-            while self._is_stepping:
-                self._turn.wait()
-            engine, self._engine = self._engine, None
-            for sequence in engine.all_sequences() if engine is not None else ():
-                sequence.cancel()
-            self._turn.notify_all()
+        self._turns.close()
+        self._intake.close()
 
     def __enter__(self) -> "LanguageModel":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def _engine(self) -> Engine | None:
+        return self._turns.engine
 
     @property
     def num_active(self) -> int:
@@ -232,61 +293,15 @@ class LanguageModel:
         return self._engine is not None and self._engine.session.cuda_graphs
 
     @property
+    def statistics(self) -> EngineStatistics:
+        """Requests, tokens, reuse since the bundle was opened. Raises RuntimeError once it is closed."""
+        return engine_statistics(self._turns.need_engine())
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes that the KV cache takes now."""
         cache = None if self._engine is None else self._engine.cache
         return 0 if cache is None else cache.bytes_for(cache.num_slots, cache.capacity)
-
-    def _new_sequence(self, prompt: Prompt, params: SamplingParams, name: str) -> Sequence:
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        if params.stop:
-            self._need_tokenizer("stop strings")
-        encoded = self._need_tokenizer("a str prompt").encode(prompt) if isinstance(prompt, str) else prompt
-        ids = self._checked_ids(encoded, name)
-        own_ends = () if params.ignore_eos else self.manifest.generation.eos_token_ids
-        new = self.max_length if params.max_new_tokens is None else params.max_new_tokens
-        return Sequence(
-            ids,
-            params,
-            vocab_size=self.vocab_size,
-            max_total=min(self.max_length, len(ids) + new),
-            end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
-            text_stream=None if self.tokenizer is None else self.tokenizer.stream(),
-            num_text_ids=0 if self.tokenizer is None else self.tokenizer.vocab_size,
-        )
-
-    def _need_tokenizer(self, what: str) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
-        return self.tokenizer
-
-    def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
-        return checked_prompt_ids(ids, name, vocab_size=self.vocab_size, max_length=self.max_length)
-
-    def _run(self, sequences: abc.Sequence[Sequence]) -> None:
-        try:
-            self._submit(sequences)
-            for sequence in sequences:
-                while not sequence.is_finished:
-                    sequence.events.clear()  # its results are read at the end
-                    self._advance(sequence)
-                _raise_error(sequence)
-        finally:
-            self._cancel(sequences)
-
-    def _results(self, sequence: Sequence, results: deque[_Result]) -> abc.Iterator[_Result]:
-        """Run `sequence` and give what it puts into its `results`, as it comes."""
-        try:
-            self._submit([sequence])
-            while not sequence.is_finished or results:
-                if results:
-                    yield results.popleft()
-                else:
-                    self._advance(sequence)
-            _raise_error(sequence)
-        finally:
-            self._cancel([sequence])
 
     def _all_logits(self, ids: tuple[int, ...]) -> NDArray[np.float32]:
         logits = np.empty((len(ids), self.vocab_size), np.float32)
@@ -295,63 +310,3 @@ class LanguageModel:
             begin, end = end, end + len(piece)
             logits[begin:end] = piece
         return logits
-
-    def _submit(self, sequences: abc.Sequence[Sequence]) -> None:
-        engine = self._need_engine()
-        for sequence in sequences:
-            engine.submit(sequence)
-
-    def _advance(self, sequence: Sequence) -> None:
-        """Run one step of the engine, or wait for the steps that another thread runs until they reach `sequence`."""
-        with self._turn:
-            while self._is_stepping and not (sequence.has_results or sequence.is_finished):
-                self._turn.wait()
-            if sequence.has_results or sequence.is_finished:
-                return
-            engine = self._need_engine()
-            self._is_stepping = True
-        try:
-            engine.step()
-        finally:
-            with self._turn:
-                self._is_stepping = False
-                self._turn.notify_all()
-
-    def _cancel(self, sequences: abc.Sequence[Sequence]) -> None:
-        """Free the places of sequences that have not ended, now or with the next step.
-
-        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
-        """
-        engine = self._engine
-        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
-        if engine is None or not unfinished:
-            return
-        engine.cancellations.extend(unfinished)
-        if self._turn.acquire(blocking=False):
-            try:
-                if not self._is_stepping:
-                    engine.drop_cancelled()
-            finally:
-                self._turn.release()
-
-    def _need_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this LanguageModel is closed; load the bundle again")
-        return self._engine
-
-
-def _params_for_each(
-    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
-) -> abc.Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if isinstance(params, str) or not isinstance(params, abc.Sequence):
-        raise TypeError(f"params must be SamplingParams or a list of them, got {type(params).__name__}")
-    if len(params) != count:
-        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
-    return params
-
-
-def _raise_error(sequence: Sequence) -> None:
-    if sequence.error is not None:
-        raise sequence.error

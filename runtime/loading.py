@@ -12,7 +12,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
-from graphport.runtime.language_model import DECODER_BATCH, PREFILL_CHUNK, LanguageModel
+from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
 
 
 def load(
@@ -25,31 +25,47 @@ def load(
     max_length: int | None = None,
     threads: int | None = None,
     prefill_chunk: int | None = None,
+    prefix_cache_bytes: int = 0,
+    prompt_lookup: bool = False,
+    draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
     prepared: bool = True,
+    strict: bool = False,
 ) -> LanguageModel | Encoder:
     """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
 
-    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk and cuda_graphs=True are a
-    decoder's. Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, prefix_cache_bytes,
+    prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
+    NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
     if files.manifest.kind == "decoder":
-        return LanguageModel(
-            files,
+        return load_language_model(
+            bundle,
             device=device,
             device_id=device_id,
             provider_options=provider_options,
             max_batch=DECODER_BATCH if max_batch is None else max_batch,
             max_length=max_length,
             threads=threads,
-            prefill_chunk=PREFILL_CHUNK if prefill_chunk is None else prefill_chunk,
+            prefill_chunk=prefill_chunk,
+            prefix_cache_bytes=prefix_cache_bytes,
+            prompt_lookup=prompt_lookup,
+            draft=draft,
             cuda_graphs=cuda_graphs,
             stream=stream,
             prepared=prepared,
+            strict=strict,
         )
-    refused = {"prefill_chunk": prefill_chunk is not None, "cuda_graphs": cuda_graphs is True}
+    refused = {
+        "prefill_chunk": prefill_chunk is not None,
+        "prefix_cache_bytes": prefix_cache_bytes != 0,
+        "prompt_lookup": prompt_lookup,
+        "draft": draft is not None,
+        "cuda_graphs": cuda_graphs is True,
+        "strict": strict,
+    }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
         raise ValueError(

@@ -15,6 +15,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import (
     BARE_GRAPH_FILE,
     GRAPH_FILE,
@@ -29,7 +30,6 @@ from graphport.runtime.opening import cpu_session
 from graphport.runtime.packed_file import lay_out
 from graphport.runtime.packed_weights import GraphFiles, add_minima
 from graphport.runtime.prepared import PreparedRecord, make_probe, probe_logits, source_hashes
-from graphport.runtime.processor import processor_kind
 
 _PROBE_IDS, _PROBE_COLUMNS = 8, 16
 _COMPARED_IDS = 64

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import (
     GRAPH_FILE,
     INPUT_IDS,
@@ -30,7 +31,6 @@ from graphport.model_def.signature import (
     Manifest,
 )
 from graphport.runtime.bundle_files import BundleFiles, check_graph
-from graphport.runtime.processor import processor_kind
 
 PREPARED_FORMAT = 1
 

@@ -3,8 +3,9 @@
 In: `SamplingParams`, the prompt's ids, and float32 logits [V] or a LogitsRow each step. Out: `Sample`. It does not
 decide when a sequence ends (the engine does), and it never changes the logits given: they may be a reused buffer.
 
-Order of the filters: repetition, presence and frequency penalty on the raw logits -> temperature -> top_k -> top_p ->
-min_p -> softmax -> draw. This is the order of `transformers`; vLLM applies min_p before top_k and top_p.
+Order of the filters: logit bias, then repetition, presence and frequency penalty on the raw logits -> what may not come
+(bad words, a grammar) -> temperature -> top_k -> top_p -> min_p -> softmax -> draw. This is the order of
+`transformers`; vLLM applies min_p before top_k and top_p.
 """
 
 import math
@@ -16,13 +17,9 @@ from numpy.typing import NDArray
 
 from graphport.model_def.signature import NUM_CANDIDATES
 from graphport.runtime.candidate_filters import can_settle, most_likely_candidates, surviving_candidates
-from graphport.runtime.logit_filters import (
-    highest,
-    penalise_generated,
-    penalise_repetition,
-    scale_by_temperature,
-    surviving,
-)
+from graphport.runtime.constraints import Constraint, ConstraintError
+from graphport.runtime.logit_edits import LogitEdits, has_penalty
+from graphport.runtime.logit_filters import highest, scale_by_temperature, surviving
 from graphport.runtime.logits_row import Candidates, LogitsRow, ReducedRow
 from graphport.runtime.sampling_params import SamplingParams
 
@@ -51,21 +48,41 @@ class Sampler:
     """Chooses the ids of one sequence. It owns that sequence's history and stream of random numbers.
 
     Each drawn id takes exactly one number from the stream, so what a sequence gets depends on its seed and its logits
-    alone: not on its neighbours, the order of calls, or NumPy's global state, which is not touched.
+    alone: not on its neighbours, the order of calls, or NumPy's global state, which is not touched. Of the
+    `SamplingParams.n` samples of a prompt, number 0 has the stream that it would have alone, and number `index` the
+    child of the seed with that spawn key (`numpy.random.SeedSequence`).
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int], *, vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        *,
+        vocab_size: int,
+        index: int = 0,
+        bad_ids: Sequence[tuple[int, ...]] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
+        """`bad_ids`: the ids of each of `SamplingParams.bad_words`. `constraint`: what the text must follow."""
         self._params = params
         self._vocab_size = vocab_size
-        self._random = np.random.default_rng(params.seed)
-        self._history = _History(vocab_size) if _has_penalty(params) else None
+        self._random = np.random.default_rng(np.random.SeedSequence(params.seed, spawn_key=(index,) if index else ()))
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         self._check_ids("prompt_ids", prompt)
         self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))
-        if params.logprobs is not None and params.logprobs > vocab_size:
-            raise ValueError(f"logprobs={params.logprobs} must be at most the vocabulary's size, {vocab_size}")
-        if self._history is not None:
-            self._history.add_prompt(prompt)
+        self._check_ids("logit_bias", np.array(list(params.logit_bias or ()), dtype=np.int64))
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is not None and count > vocab_size:
+                raise ValueError(f"{name}={count} must be at most the vocabulary's size, {vocab_size}")
+        has_edits = has_penalty(params) or params.logit_bias or bad_ids
+        self._edits = LogitEdits(params, prompt, vocab_size=vocab_size, bad_ids=bad_ids) if has_edits else None
+        self._constraint = constraint
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow what was chosen, because of the constraint."""
+        return self._constraint is not None and self._constraint.is_complete
 
     def _check_ids(self, name: str, ids: NDArray[np.int64]) -> None:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
@@ -75,27 +92,17 @@ class Sampler:
     def sample(self, logits: NDArray[np.float32]) -> Sample:
         """Choose an id from float32 `logits` [V] and add it to the history.
 
-        Raises NonFiniteLogitsError for NaN or +inf, or if every entry is -inf (single -inf entries mean "never"), and
-        ValueError for another shape or dtype.
+        Raises NonFiniteLogitsError for NaN or +inf, or if every entry is -inf (single -inf entries mean "never"),
+        ConstraintError when no id may come, and ValueError for another shape or dtype.
         """
         if logits.shape != (self._vocab_size,) or logits.dtype != np.float32:
             raise ValueError(
                 f"logits are {logits.dtype} {list(logits.shape)}; a sampler needs one row, float32 [{self._vocab_size}]"
             )
-        best = int(logits.argmax())
-        highest_logit = float(logits[best])
-        if not np.isfinite(highest_logit):  # argmax finds NaN first, then +inf, and -inf only if there is nothing else
-            raise NonFiniteLogitsError(_non_finite_message(logits))
+        best = _checked_best(logits)
         token_id = self._choose(logits, best)
-        if self._history is not None:
-            self._history.add_generated(token_id)
-        with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its share 0
-            log_total = highest_logit + float(np.log(np.exp(logits - logits[best]).sum()))
-        return Sample(
-            token_id=token_id,
-            logprob=float(logits[token_id]) - log_total,
-            top_logprobs=_most_likely(logits, log_total, self._params.logprobs or 0),
-        )
+        self._remember(token_id)
+        return _scored(logits, best, token_id, self._params.logprobs or 0)
 
     def sample_row(self, row: LogitsRow) -> Sample:
         """Choose an id from a row of which no more is fetched than the parameters need; the id is that of `sample`.
@@ -103,12 +110,19 @@ class Sampler:
         Reduced rows are enough for a greedy id, for top_k, and for top_p and min_p unless the distribution is so flat
         that ids beyond the candidates could survive. Penalties, plain sampling and long logprobs take the whole row.
         """
-        sample = None if row.reduced is None or self._history is not None else self._sample_reduced(row.reduced)
-        return self.sample(row.full()) if sample is None else sample
+        sample = None if row.reduced is None or self._edits is not None else self._sample_reduced(row.reduced)
+        if sample is None:
+            return self.sample(row.full())
+        self._remember(sample.token_id)
+        return sample
 
     def _sample_reduced(self, row: ReducedRow) -> Sample | None:
         """The choice if what the row was reduced to settles it, else None, and then no random number is taken."""
         if not math.isfinite(row.log_total):  # the whole row says what is wrong with it
+            return None
+        if self._constraint is not None and not (
+            self._params.is_greedy and not self._params.logprobs and self._constraint.allowed()[row.greedy_id]
+        ):
             return None
         if self._params.is_greedy and not self._params.logprobs:
             return Sample(token_id=row.greedy_id, logprob=-row.log_total)
@@ -140,10 +154,24 @@ class Sampler:
         ids, weights = survivors
         return int(ids[draw(weights, float(self._random.random()))])
 
+    def _remember(self, token_id: int) -> None:
+        if self._edits is not None:
+            self._edits.add_generated(token_id)
+        if self._constraint is not None:
+            self._constraint.accept(token_id)
+
     def _choose(self, logits: NDArray[np.float32], best: int) -> int:
-        scores = logits if self._history is None else self._history.penalise(logits, self._params)
+        scores: NDArray[np.float32] | NDArray[np.float64] = logits
+        if self._edits is not None:
+            scores = self._edits.edited(logits)
+        if self._constraint is not None:
+            scores = np.where(self._constraint.allowed(), scores, -np.inf)
+        if scores is not logits:
+            best = int(scores.argmax())
+            if scores[best] == -np.inf:
+                raise ConstraintError("no token may come next: bad_words, logit_bias and the grammar leave none")
         if self._params.is_greedy:
-            return best if self._history is None else int(scores.argmax())
+            return best
         scaled = scale_by_temperature(scores, self._params.temperature)
         ids, weights = surviving(
             scaled, top_k=self._params.top_k or 0, top_p=self._params.top_p, min_p=self._params.min_p
@@ -162,48 +190,26 @@ def draw(weights: NDArray[np.float32], uniform: float) -> int:
     return int(np.searchsorted(cumulative, point, side="right"))
 
 
-class _History:
-    """Distinct ids seen so far and how often each was generated, kept so that a step costs what is distinct."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._is_seen = np.zeros(vocab_size, dtype=np.bool_)
-        self._seen = np.empty(vocab_size, dtype=np.int64)  # the first _num_seen entries: prompt and output
-        self._num_seen = 0
-        self._generated = np.empty(vocab_size, dtype=np.int64)  # the first _num_generated entries: output
-        self._num_generated = 0
-        self._counts = np.zeros(vocab_size, dtype=np.int64)
-
-    def add_prompt(self, ids: NDArray[np.int64]) -> None:
-        distinct = np.unique(ids)
-        self._is_seen[distinct] = True
-        self._seen[: len(distinct)] = distinct
-        self._num_seen = len(distinct)
-
-    def add_generated(self, token_id: int) -> None:
-        if not self._is_seen[token_id]:
-            self._is_seen[token_id] = True
-            self._seen[self._num_seen] = token_id
-            self._num_seen += 1
-        if self._counts[token_id] == 0:
-            self._generated[self._num_generated] = token_id
-            self._num_generated += 1
-        self._counts[token_id] += 1
-
-    def penalise(self, logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.float64]:
-        """The logits [V] in float64 (a penalty may leave float32's range) after all three penalties."""
-        scores = logits.astype(np.float64)
-        if params.repetition_penalty != 1:
-            penalise_repetition(scores, self._seen[: self._num_seen], params.repetition_penalty)
-        if params.presence_penalty or params.frequency_penalty:
-            ids = self._generated[: self._num_generated]
-            penalise_generated(
-                scores, ids, self._counts, presence=params.presence_penalty, frequency=params.frequency_penalty
-            )
-        return scores
+def scored(logits: NDArray[np.float32], token_id: int, count: int) -> Sample:
+    """The Sample of an id that was not chosen but given, from its row [V]. Raises NonFiniteLogitsError."""
+    return _scored(logits, _checked_best(logits), token_id, count)
 
 
-def _has_penalty(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+def _checked_best(logits: NDArray[np.float32]) -> int:
+    best = int(logits.argmax())
+    if not np.isfinite(logits[best]):  # argmax finds NaN first, then +inf, and -inf only if there is nothing else
+        raise NonFiniteLogitsError(_non_finite_message(logits))
+    return best
+
+
+def _scored(logits: NDArray[np.float32], best: int, token_id: int, count: int) -> Sample:
+    with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its share 0
+        log_total = float(logits[best]) + float(np.log(np.exp(logits - logits[best]).sum()))
+    return Sample(
+        token_id=token_id,
+        logprob=float(logits[token_id]) - log_total,
+        top_logprobs=_most_likely(logits, log_total, count),
+    )
 
 
 def _most_likely(logits: NDArray[np.float32], log_total: float, count: int) -> tuple[tuple[int, float], ...]:

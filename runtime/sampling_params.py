@@ -4,28 +4,24 @@ In: keyword arguments. Out: `SamplingParams` with every field normalised (tuples
 (see `sampling.py`), and it knows no vocabulary: what depends on one is checked where the two meet, by `Sampler`.
 """
 
+import json
 import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_NOT_BUILT = {
-    "prompt_logprobs": "use `logits` for the distribution at every prompt position",
-    "logit_bias": "no substitute yet",
-    "bad_words": "no substitute yet",
-    "json_schema": "no substitute yet",
-    "regex": "no substitute yet",
-    "grammar": "no substitute yet",
-}
+_CONSTRAINTS = ("json_schema", "regex", "grammar")
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_ID = 2**31 - 1
+_LARGEST_BIAS = 100  # OpenAI's bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to choose the ids of one sequence, and when to end it.
 
+    n: samples of the prompt, which is run once for all of them; each needs a place in the batch.
     max_new_tokens: None generates up to the length limit; 0 generates nothing.
     temperature: divides the logits; 0 is greedy: the highest logit, the lowest id among equals, and no filter.
     top_k: keep the k highest; 0 and None turn it off, more than the vocabulary keeps all of it.
@@ -33,12 +29,19 @@ class SamplingParams:
     min_p: drop ids less likely than min_p times the most likely one; 0 is off.
     repetition_penalty: ids of prompt and output, once each: positive logits are divided, negative multiplied; 1 is off.
     presence_penalty, frequency_penalty: taken from the logits of generated ids, once, and once an occurrence.
-    seed: the sequence's own stream of random numbers; None takes fresh entropy from the operating system.
+    seed: the sequence's own stream of random numbers; None takes fresh entropy from the operating system. Of n samples,
+    the first has the stream of n=1, and the others have streams derived from the seed and their number.
     stop, stop_token_ids: text and ids that end generation, besides the model's own end ids (unless `ignore_eos`).
     logprobs: number of most likely alternatives to report for each id; None reports none.
 
-    n other than 1, prompt_logprobs, logit_bias, bad_words, json_schema, regex and grammar are not built yet: setting
-    one raises. Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
+    prompt_logprobs: the same for each id of the prompt, given those before it; 0 reports the id's own alone.
+    logit_bias: numbers from -100 to 100 that are added to the logits of ids, before anything else. bad_words: words
+    that are not generated: the last token of each is never chosen where it would complete the word's own tokens, at the
+    beginning of a text or after a space (vLLM's rule). json_schema, regex, grammar: what the text must follow, at most
+    one of them: a JSON schema as text or record, a regular expression, or a grammar in llguidance's Lark syntax. It
+    ends where nothing more may follow.
+
+    Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
     """
 
     n: int = 1
@@ -63,17 +66,15 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        self._set("n", _integer("n", self.n, low=1, allowed="1"))
-        if self.n != 1:
-            raise ValueError(f"n={self.n} is not built yet: it must be 1; give the prompt {self.n} times instead")
-        for name, advice in _NOT_BUILT.items():
-            value = getattr(self, name)
-            if value is not None and not (name == "bad_words" and _is_empty(value)):
-                raise ValueError(f"{name}={value!r} is not built yet: leave it out ({advice})")
+        self._set("n", _integer("n", self.n, low=1, allowed="an integer from 1"))
         self._set_integers()
         self._set_floats()
         self._set("stop", _stop_strings(self.stop))
         self._set("stop_token_ids", _stop_ids(self.stop_token_ids))
+        self._set("bad_words", _bad_words(self.bad_words))
+        self._set("logit_bias", _logit_bias(self.logit_bias))
+        self._set("json_schema", _json_schema(self.json_schema))
+        self._check_constraints()
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
@@ -84,6 +85,7 @@ class SamplingParams:
             ("max_new_tokens", "None (up to the length limit) or an integer from 0", None),
             ("seed", f"None or an integer from 0 to {_LARGEST_SEED}", _LARGEST_SEED),
             ("logprobs", "None or an integer from 0", None),
+            ("prompt_logprobs", "None or an integer from 0", None),
         ):
             value = getattr(self, name)
             if value is not None:
@@ -103,8 +105,22 @@ class SamplingParams:
                 raise ValueError(f"{name}={value} must be {allowed}")
             self._set(name, value)
 
+    def _check_constraints(self) -> None:
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name}={value!r} must be None or a string")
+        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} exclude each other: a text follows one of them")
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+    @property
+    def constraint(self) -> str | None:
+        """Name of the field that says what the text must follow, if one does."""
+        return next((name for name in _CONSTRAINTS if getattr(self, name) is not None), None)
 
     @property
     def is_greedy(self) -> bool:
@@ -152,5 +168,41 @@ def _stop_ids(stop_token_ids: object) -> tuple[int, ...]:
     )
 
 
-def _is_empty(value: object) -> bool:
-    return isinstance(value, Sequence) and len(value) == 0
+def _bad_words(words: object) -> tuple[str, ...]:
+    if isinstance(words, str) or not isinstance(words, Sequence) or not all(isinstance(word, str) for word in words):
+        raise TypeError(f"bad_words={words!r} must be a sequence of strings")
+    if not all(word.strip() for word in words):
+        raise ValueError(f"bad_words={words!r} holds a word without a character: remove it")
+    return tuple(words)
+
+
+def _logit_bias(bias: object) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"logit_bias={bias!r} must be None or a mapping of token ids to numbers")
+    checked = {}
+    for id_, value in bias.items():
+        key = _integer("a key of logit_bias", id_, low=0, high=_LARGEST_ID, allowed="a token id")
+        allowed = f"a number from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"
+        number = _finite(f"logit_bias[{key}]", value, allowed)
+        if abs(number) > _LARGEST_BIAS:
+            raise ValueError(f"logit_bias[{key}]={number} must be {allowed}")
+        checked[key] = number
+    return checked
+
+
+def _json_schema(schema: object) -> str | None:
+    """The schema as JSON text."""
+    if schema is None:
+        return None
+    try:
+        record = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(record)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"json_schema is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError("json_schema is nested too deeply to be read; flatten it") from error
+    if not isinstance(record, Mapping):
+        raise TypeError(f"json_schema must be a JSON object, as text or as a record; got {type(record).__name__}")
+    return text

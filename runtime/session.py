@@ -26,6 +26,7 @@ from graphport.runtime.decode_graphs import padded_batch
 from graphport.runtime.device import Device, DeviceError, DeviceRequest, DeviceWish, default_threads
 from graphport.runtime.device_memory import CudaMemory, DeviceMemory, HostMemory
 from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
+from graphport.runtime.kernel_limits import has_int8_activations
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory import cache_specs
@@ -57,6 +58,8 @@ SHAPE_OPS = (
     "Mul",
     "Equal",
 )
+
+QUANTISED_CACHES: tuple[DType, ...] = ("int8", "uint8", "float8e4m3fn")
 
 _THREADS_PER_PROCESSOR = 4  # at most
 
@@ -106,9 +109,10 @@ class Session:
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
         check_config(bundle.manifest)
         self.cache_specs = cache_specs(bundle.manifest)
+        self._rounds_activations = self.device == "cpu" and has_int8_activations(bundle.header)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
         self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
-        self._other_tensors: StepTensors | None = None
+        self._other_tensors: dict[bool, StepTensors] = {}
         # Attributes go in the order in which they were set: the stream last, after the session that runs on it.
         self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
 
@@ -116,6 +120,20 @@ class Session:
     def cuda_graphs(self) -> bool:
         """Whether decode steps are captured as CUDA graphs and replayed."""
         return self._runner.captures
+
+    @property
+    def has_quantised_cache(self) -> bool:
+        """Whether rows are rounded when they are cached."""
+        return self.manifest.cache_dtype in QUANTISED_CACHES
+
+    @property
+    def depends_on_cuts(self) -> bool:
+        """Whether results depend, beyond last bits, on the pieces in which a prompt is run.
+
+        Rows of one piece see each other before a quantised cache rounds them; and where activations are rounded to 8
+        bits, a difference in the last bit of one turns into another rounding of it.
+        """
+        return self.has_quantised_cache or self._rounds_activations
 
     def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
         """An empty cache for this graph on its device."""
@@ -209,11 +227,16 @@ class Session:
         return tensors.outputs(batch if is_decode else len(rows))
 
     def _tensors(self, shape: StepShape, *, is_decode: bool, is_captured: bool) -> StepTensors:
-        """Those of a decode step are kept by batch, so that captured graphs find them where they were."""
+        """Those of a decode step are kept by batch, so that captured graphs find them where they were.
+
+        Of the others, chunks that give one row and steps that give many take turns: each kind has its own.
+        """
         if not is_decode:
-            if self._other_tensors is None or not self._other_tensors.room.covers(shape):
-                self._other_tensors = self._new_tensors(shape)
-            return self._other_tensors
+            gives_many = shape.num_rows > 1
+            others = self._other_tensors.get(gives_many)
+            if others is None or not others.room.covers(shape):
+                others = self._other_tensors[gives_many] = self._new_tensors(shape)
+            return others
         room = shape.batch if is_captured else padded_batch(shape.batch, sys.maxsize)
         known = self._decode_tensors.get((room, is_captured))
         if known is None:

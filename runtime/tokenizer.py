@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from graphport.model_def.text_corpus import vocabulary_hash
 from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
 from graphport.runtime.text_stream import TextStream
 
@@ -92,10 +93,18 @@ class Tokenizer:
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return tuple(token_id for token_id, _ in takewhile(lambda pair: pair[1], marked))
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json` of this tokenizer, without truncation or padding."""
+        return self._tokenizer.to_str()
+
     def vocabulary(self) -> dict[str, int]:
         """Every token and its id, added and special ones included."""
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
+
+    def vocabulary_hash(self) -> str:
+        """What a certificate holds a tokenizer to, beside texts: the ids of every token's own text, hashed."""
+        return vocabulary_hash(self._tokenizer)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, by default without special tokens. Raises ValueError for an id that has no token."""

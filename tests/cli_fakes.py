@@ -84,10 +84,10 @@ CHECK = {"name": "int8 against fp32, KL", "measured": 0.004, "tolerance": 0.006,
 
 @dataclass
 class FakeExport:
-    """Stands for `graphport.export` and `graphport.export.verify`."""
+    """Stands for `graphport.export`."""
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-    checks: list[Any] = field(default_factory=lambda: [types.SimpleNamespace(**CHECK)])
+    checks: list[Any] = field(default_factory=lambda: [types.SimpleNamespace(**CHECK, inputs="a text")])
     __path__: tuple[str, ...] = ()
 
     def export(self, *arguments: Any, **options: Any) -> Any:
@@ -100,11 +100,6 @@ class FakeExport:
             certificate=self.checks,
             notes=["context limited to 13"],
         )
-
-    def verify(self, bundle: Path, *, against: str | None, progress: Any) -> list[Any]:
-        progress("running the checks")
-        self.calls.append(((bundle,), {"against": against}))
-        return self.checks
 
 
 class PipedInput:

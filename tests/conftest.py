@@ -101,8 +101,7 @@ def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 
 @pytest.fixture
 def fake_export(monkeypatch: pytest.MonkeyPatch) -> FakeExport:
-    """Stands in for `graphport.export` and `graphport.export.verify` when a command imports them."""
+    """Stands in for `graphport.export` when a command imports it."""
     fake = FakeExport()
     monkeypatch.setitem(sys.modules, "graphport.export", fake)
-    monkeypatch.setitem(sys.modules, "graphport.export.verify", fake)
     return fake

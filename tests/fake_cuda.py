@@ -99,9 +99,14 @@ class FakeCudart:
 
     def cudaMemcpy2DAsync(self, *args: Any) -> int:  # noqa: N802
         target, target_pitch, source, source_pitch, width, height, kind, _ = (arg.value for arg in args)
-        assert _KINDS[kind] == "copy"
         for row in range(height):
-            ctypes.memmove(target + row * target_pitch, source + row * source_pitch, width)
+            pair = (target + row * target_pitch, source + row * source_pitch)
+            if _KINDS[kind] == "download":
+                self._downloads.append((*pair, width))
+                continue
+            if _KINDS[kind] == "upload":
+                self._uploads.append((pair[1], ctypes.string_at(pair[1], width)))
+            ctypes.memmove(*pair, width)
         return self.status
 
     def cudaStreamSynchronize(self, _stream: ctypes.c_void_p) -> int:  # noqa: N802

@@ -21,21 +21,23 @@ from graphport.runtime.sampling import NonFiniteLogitsError
 
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
-    "export": "SOURCE OUT --accuracy-level --calibration --context --debug --force --kv-cache --max-kl --no-prepare "
+    "export": "SOURCE OUT --accuracy-level --calibration --context --debug --disable-pass --force --kv-cache --max-kl "
+    "--no-prepare "
     "--no-verify --precision --require-exact --require-fused --seed --target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
     "--seed --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
     "prepare": "BUNDLE --debug",
-    "verify": "BUNDLE --against --debug --json",
-    "report": "BUNDLE --debug --json",
+    "verify": "BUNDLE --against --debug --device --invariance --json --write",
+    "diff": "A B --debug --json --steps --tokens --tolerance",
+    "report": "BUNDLE --debug --html --json --times",
     "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
     "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
     "embed": "BUNDLE TEXT... --batch-size --debug --device --file --json --no-normalize --normalize --truncate",
 }
 
 
-LATER = {"diff", "plan", "serve", "tune"}
+LATER = {"plan", "serve", "tune"}
 
 
 def _spelling(command: Any) -> str:

@@ -15,8 +15,8 @@ from tiny_graphs import CONFIGS, compiled, decoder_feed, make_config, open_folde
 
 import graphport.export.bundle as bundle_module
 from graphport.export.bundle import BundleError, bundle_folder, check_destination, record_files, write_graph
-from graphport.model_def.checkpoint_record import hash_file
 from graphport.model_def.config import ConfigError
+from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.signature import (
     GRAPH_FILE,
     MANIFEST_FILE,

@@ -7,6 +7,7 @@ import pytest
 import tiny_tokenizers
 import torch
 from tiny_graphs import CONFIGS, make_config, make_model, tiny_model
+from tiny_models import tiny_encoder_configs
 from tokenizers import Tokenizer, processors
 from torch import nn
 
@@ -138,11 +139,19 @@ def test_a_text_that_nothing_would_read_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+ENCODERS = {name: config for name, config in tiny_encoder_configs().items() if config.relative_bias is not None}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *ENCODERS])
 def test_second_moments_are_those_of_what_the_layers_read(name: str) -> None:
-    model, windows = tiny_model(name), ([3, 1, 4, 1, 5, 9], [2, 6, 5])
+    model = tiny_model(name) if name in CONFIGS else make_model(ENCODERS[name])
+    windows = ([3, 1, 4, 1, 5, 9], [2, 6, 5])
     inputs: dict[str, list[torch.Tensor]] = {}
-    watched = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, nn.Linear)}
+    watched = {
+        f"{path}.weight": part
+        for path, part in model.named_modules()
+        if isinstance(part, nn.Linear) and path.startswith("blocks.")
+    }
     for path, part in watched.items():
         part.register_forward_pre_hook(lambda _, x, path=path: inputs.setdefault(path, []).append(x[0][0].detach()))
     with torch.no_grad():

@@ -37,11 +37,11 @@ from graphport.export.graph_pass import CompilePlan, Miss, PassReport
 from graphport.export.graph_runner import GraphRunner
 from graphport.export.model_export import export
 from graphport.export.parity import TOLERANCES, ParityError, require_passed
-from graphport.export.parity_text import PARITY_TEXT
 from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.smooth_activations import smooth_activations
 from graphport.export.source import SourceModel
 from graphport.export.targets import WEIGHT_BLOCK
+from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE, GenerationDefaults
 
 TOLERANCE = TOLERANCES["compiled", "max_abs"]

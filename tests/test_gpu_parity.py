@@ -196,7 +196,7 @@ def test_gemma3_on_the_device_is_as_close_to_float32_as_its_precision_allows(
 
 def assert_real_model(opened: SourceModel, path: Path, precision: str, folder: Path) -> None:
     """Mean KL to eager float32 on the parity text: twice eager's own in that dtype, or the table's for integers."""
-    ids = parity_ids(opened.model.config, opened.tokenizer_json, max_length=768, seed=0)
+    ids = parity_ids(opened.model.config, opened.tokenizer_json, max_length=1024, seed=0)
     wanted = eager(opened.model, ids)
     export(path, folder / "bundle", target="cuda", precision=precision, context=1024, verify=False)
     with load(folder / "bundle", device="cuda", max_batch=1, prefill_chunk=256) as lm:

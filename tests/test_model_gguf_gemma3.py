@@ -178,8 +178,8 @@ def test_gemma3_270m_ids_equal_the_sentencepiece_library(gemma3_gguf: Path) -> N
     from tokenizers import Tokenizer
 
     from graphport.export.calibration_text import CALIBRATION_TEXT
-    from graphport.export.parity_text import PARITY_TEXT
     from graphport.model_def.gguf_file import read_gguf_file
+    from graphport.model_def.parity_text import PARITY_TEXT
 
     metadata = read_gguf_file(gemma3_gguf).metadata
     tokens, scores, kinds = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "scores", "token_type"))

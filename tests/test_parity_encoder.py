@@ -27,7 +27,7 @@ from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA, Target, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.export.verify import verify
+from graphport.export.verify_encoder import verify_encoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.ops import pool
@@ -270,7 +270,7 @@ def test_a_bundle_is_certified_and_verified_again(precision: str, tmp_path: Path
     assert bundle.manifest.cache_dtype is None
     assert len(bundle.certificate) == 5
     assert all(check.passed for check in bundle.certificate)
-    checks = verify(bundle.path)
+    checks = verify_encoder(bundle.path)
     assert [check.name for check in checks[1:]] == ["neighbours: a padded batch against each text alone, relative"]
     assert all(check.passed for check in checks)
 

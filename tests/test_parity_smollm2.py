@@ -14,7 +14,7 @@ from graphport.runtime import LanguageModel, SamplingParams, load
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("smollm2")]
 
-NUM_TOKENS = 768
+NUM_TOKENS = 512
 MAX_NODES = 320
 
 # Limits that the bundles are shipped under; beside each what was measured.
@@ -220,7 +220,7 @@ def test_eval_of_the_int8_bundle_against_its_gguf(
 ) -> None:
     from graphport.cli import main
     from graphport.export.parity import compare
-    from graphport.export.parity_text import PARITY_TEXT
+    from graphport.model_def.parity_text import PARITY_TEXT
 
     text = PARITY_TEXT[: PARITY_TEXT.index("\n\n", 1000)]
     assert int8.tokenizer is not None

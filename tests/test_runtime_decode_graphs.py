@@ -12,7 +12,7 @@ from parity import TOLERANCES
 from replayed_graphs import ReplayedGraphs
 from sampled_requests import MIXED, assert_same, mixed_requests, request, run
 from sampling_bundles import SAMPLING, write_sampling_bundle
-from tiny_bundles import TinyBundle, write_tiny_bundle
+from tiny_bundles import VOCAB, TinyBundle, write_tiny_bundle
 from tiny_models import tiny_configs, tiny_model
 from tiny_requests import random_ids
 from tiny_sessions import open_session
@@ -23,7 +23,9 @@ from graphport.runtime.decode_graphs import NO_GRAPH, DecodeGraphs, padded_batch
 from graphport.runtime.engine import Engine
 from graphport.runtime.run_thread import RunThread
 from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
+from graphport.runtime.speculation import Speculation
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,33 @@ def test_a_cache_that_grows_is_captured_again_under_a_new_id(
     assert_same(found, expected)
     assert graphs.captured == [1, 2]
     assert sum(graphs.replays.values()) == 59 - 2
+
+
+def test_drafts_are_checked_without_a_graph_between_replayed_steps(
+    session: Session, graphs: ReplayedGraphs, plain: Session
+) -> None:
+    """Steps of several tokens leave ids and lengths elsewhere: the next replay must not read its own old ones."""
+    for params in (MIXED[0], MIXED[1]):
+        expected = request(random_ids(9), 60, params)
+        run(plain, expected)
+        whole = [*random_ids(9), *expected.token_ids]
+
+        class Sometimes:
+            def propose(self, ids: Any, most: int) -> list[int]:
+                draft = whole[len(ids) : len(ids) + most]  # noqa: B023 - used within this round
+                return [] if len(ids) % 5 else [*draft[:2], 5]
+
+        found = Sequence(
+            tuple(random_ids(9)),
+            params,
+            vocab_size=VOCAB,
+            max_total=69,
+            speculation=Speculation(Sometimes(), longest=8),
+        )
+        before = sum(graphs.replays.values())
+        run(session, found, max_batch=1)
+        assert_same(found, expected)
+        assert sum(graphs.replays.values()) - before > 10
 
 
 def test_a_second_cache_where_the_first_lay_replays_its_graphs(session: Session, graphs: ReplayedGraphs) -> None:

@@ -229,3 +229,18 @@ def test_device_rows_are_copied_by_pitch(monkeypatch: pytest.MonkeyPatch, dtype:
     fake.status = 1
     with pytest.raises(CudaError, match="cudaMemcpy2DAsync failed with CUDA error 1: fake error 1"):
         large.copy_row(small, 0, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_device_rows_come_to_the_host_and_go_back_token_by_token(monkeypatch: pytest.MonkeyPatch, dtype: Any) -> None:
+    fake = fake_cudart(monkeypatch)
+    buffer = CudaBuffer(CudaRuntime(), (2, 3, 8, 5), dtype)
+    held = fake.blocks[buffer.address(0)].view(NUMPY_DTYPES[dtype]).reshape(buffer.shape)
+    held[:] = (np.arange(240) % 120).reshape(2, 3, 8, 5)
+    before = held.copy()
+    tokens = buffer.read_tokens(1, 2, 5)
+    assert tokens.tobytes() == before[1, :, 2:5].tobytes()
+    buffer.write_tokens(0, 4, tokens[:, 1:])  # a view: its rows do not lie one behind the other
+    assert held[0, :, 4:6].tobytes() == before[1, :, 3:5].tobytes()
+    before[0, :, 4:6] = before[1, :, 3:5]
+    assert held.tobytes() == before.tobytes()

@@ -14,11 +14,11 @@ from tiny_checkpoints import make_model, write_gguf
 
 from graphport.cli import main
 from graphport.export import export
+from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import BARE_GRAPH_FILE, MANIFEST_FILE, PREPARED_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime import load, preparation, prepare
 from graphport.runtime.packed_weights import PackingError
 from graphport.runtime.preparation import MOST_DIVERGENCE, PrepareError
-from graphport.runtime.processor import processor_kind
 
 IDS = [3, 1, 4, 15, 9, 26, 5, 35, 8, 57, 53, 2]
 

@@ -16,15 +16,15 @@ from transformers import (
 )
 
 from graphport.runtime.logit_filters import scale_by_temperature, surviving
-from graphport.runtime.sampling import NonFiniteLogitsError, SamplingParams, draw
+from graphport.runtime.sampling import NonFiniteLogitsError, draw
 
 # Penalties
 
 
 def test_b108_repetition_penalty_multiplies_negative_logits() -> None:
     logits = np.float32([-2, -1, 3])
-    history = sampler((0, 0, 0, 1), vocab=3, repetition_penalty=2.0)._history
-    penalised = history.penalise(logits, SamplingParams(repetition_penalty=2.0))
+    edits = sampler((0, 0, 0, 1), vocab=3, repetition_penalty=2.0)._edits
+    penalised = edits.edited(logits)
     assert penalised.tolist() == [-4, -2, 3]
     assert (logits == np.float32([-2, -1, 3])).all()
 
@@ -39,9 +39,7 @@ def test_b108_repetition_penalty_equals_transformers_over_prompt_and_output(pena
         one = sampler(prompt, repetition_penalty=penalty, seed=seed)
         seen = [*prompt, *(one.sample(logits).token_id for _ in range(10))]
         expected = reference(torch.tensor([seen]), torch.from_numpy(logits)[None])[0].numpy()
-        np.testing.assert_allclose(
-            one._history.penalise(logits, one._params), expected, rtol=RELATIVE_TOLERANCES["penalty", "float32"]
-        )
+        np.testing.assert_allclose(one._edits.edited(logits), expected, rtol=RELATIVE_TOLERANCES["penalty", "float32"])
     divided = np.where(np.isin(np.arange(VOCAB), seen), logits / penalty, logits)
     assert not np.allclose(divided, expected)  # dividing whatever the sign is the fault this row is about
 
@@ -50,8 +48,8 @@ def test_presence_and_frequency_penalty_count_generated_ids_only() -> None:
     logits = np.zeros(5, np.float32)
     one = sampler((0, 0, 1), vocab=5, presence_penalty=0.5, frequency_penalty=0.25)
     for id_ in (1, 3, 3, 3):
-        one._history.add_generated(id_)
-    assert one._history.penalise(logits, one._params).tolist() == [0, -0.75, 0, -1.25, 0]
+        one._edits.add_generated(id_)
+    assert one._edits.edited(logits).tolist() == [0, -0.75, 0, -1.25, 0]
 
 
 def test_a_frequency_penalty_makes_greedy_ids_take_turns() -> None:

@@ -47,14 +47,23 @@ from graphport.runtime.sampling import SamplingParams
         ({"stop_token_ids": 5}, TypeError, "stop_token_ids=5 must be a sequence"),
         ({"stop_token_ids": "ab"}, TypeError, "stop_token_ids='ab' must be a sequence"),
         ({"ignore_eos": 1}, TypeError, "ignore_eos=1 must be True or False"),
-        ({"n": 2}, ValueError, "n=2 is not built yet"),
-        ({"n": 0}, ValueError, "n=0 must be 1"),
-        ({"prompt_logprobs": 1}, ValueError, "prompt_logprobs=1 is not built yet"),
-        ({"logit_bias": {1: 2.0}}, ValueError, "logit_bias=.* is not built yet"),
-        ({"bad_words": ("x",)}, ValueError, "bad_words=.* is not built yet"),
-        ({"json_schema": {}}, ValueError, "json_schema=.* is not built yet"),
-        ({"regex": "a"}, ValueError, "regex='a' is not built yet"),
-        ({"grammar": "a"}, ValueError, "grammar='a' is not built yet"),
+        ({"n": 0}, ValueError, "n=0 must be an integer from 1"),
+        ({"n": True}, TypeError, "n=True must be an integer from 1, not bool"),
+        ({"prompt_logprobs": -1}, ValueError, "prompt_logprobs=-1 must be None or an integer from 0"),
+        ({"logit_bias": [1]}, TypeError, r"logit_bias=\[1\] must be None or a mapping of token ids to numbers"),
+        ({"logit_bias": {"1": 2}}, TypeError, "a key of logit_bias='1' must be a token id, not str"),
+        ({"logit_bias": {-1: 2}}, ValueError, "a key of logit_bias=-1 must be a token id"),
+        ({"logit_bias": {1: 101}}, ValueError, r"logit_bias\[1\]=101.0 must be a number from -100 to 100"),
+        ({"logit_bias": {1: math.nan}}, ValueError, r"logit_bias\[1\]=nan must be"),
+        ({"bad_words": "x"}, TypeError, "bad_words='x' must be a sequence of strings"),
+        ({"bad_words": (" ",)}, ValueError, "holds a word without a character"),
+        ({"json_schema": "{"}, ValueError, "json_schema is no JSON: "),
+        ({"json_schema": "[" * 100_000}, ValueError, "json_schema is nested too deeply"),
+        ({"json_schema": "[]"}, TypeError, "json_schema must be a JSON object, as text or as a record; got list"),
+        ({"json_schema": {"a": {1, 2}}}, ValueError, "json_schema is no JSON: .*set"),
+        ({"regex": 1}, TypeError, "regex=1 must be None or a string"),
+        ({"grammar": b"a"}, TypeError, "grammar=b'a' must be None or a string"),
+        ({"regex": "a", "json_schema": {}}, ValueError, "json_schema and regex exclude each other"),
         ({"top_q": 1}, TypeError, "unexpected keyword argument 'top_q'"),
     ],
 )
@@ -73,6 +82,10 @@ def test_parameters_are_normalised_and_frozen() -> None:
     assert isinstance(params.temperature, float)
     assert type(params.seed) is int
     assert params.is_greedy
+    assert SamplingParams(json_schema={"type": "integer"}).json_schema == '{"type": "integer"}'
+    assert SamplingParams(logit_bias={np.int64(3): 2}).logit_bias == {3: 2.0}
+    assert SamplingParams(bad_words=["a"]).bad_words == ("a",)
+    assert [SamplingParams(regex="a").constraint, SamplingParams().constraint] == ["regex", None]
     assert SamplingParams(stop=["a", "b"], max_new_tokens=0).stop == ("a", "b")
     assert dataclasses.replace(params, temperature=0.5).stop == ("x",)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -85,6 +98,8 @@ def test_parameters_are_normalised_and_frozen() -> None:
         ({}, (1, VOCAB), "prompt_ids holds 37, outside the vocabulary: ids are 0 to 36"),
         ({}, (-1,), "prompt_ids holds -1"),
         ({"stop_token_ids": (99,)}, (), "stop_token_ids holds 99"),
+        ({"logit_bias": {37: 1}}, (), "logit_bias holds 37, outside the vocabulary"),
+        ({"prompt_logprobs": 38}, (), "prompt_logprobs=38 must be at most the vocabulary's size, 37"),
         ({"logprobs": 38}, (), "logprobs=38 must be at most the vocabulary's size, 37"),
     ],
 )

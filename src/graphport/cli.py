@@ -1,5 +1,4 @@
-"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, `cli_eval.py`,
-`cli_embed.py`.
+"""The command line: `graphport COMMAND ...`; the commands stand in `cli_export.py`, `cli_run.py`, ... .
 
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
 arguments, 130 interrupted, 143 told to end. It computes nothing itself.
@@ -23,12 +22,15 @@ from typing import Annotated
 import typer
 
 import graphport
+from graphport.cli_diff import diff
 from graphport.cli_embed import embed
 from graphport.cli_eval import evaluate
-from graphport.cli_export import export, report, verify
+from graphport.cli_export import export, report
 from graphport.cli_options import Invocation
+from graphport.cli_plan import plan
 from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
+from graphport.cli_verify import verify
 
 app = typer.Typer(
     add_completion=False,
@@ -41,9 +43,11 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "chat": chat,
     "prepare": prepare,
     "verify": verify,
+    "diff": diff,
     "report": report,
     "eval": evaluate,
     "bench": bench,
+    "plan": plan,
     "embed": embed,
 }
 for _name, _command in _COMMANDS.items():

@@ -1,4 +1,4 @@
-"""The commands that make a bundle and show what it is: `export`, `verify`, `report`.
+"""The commands that make a bundle and show what it is: `export`, `report`.
 
 In: arguments. Out: results on stdout, tables and progress on stderr. What exports is imported when a command runs, so
 that it can say which optional dependency is missing; `report` needs none.
@@ -53,6 +53,9 @@ def export(
     require_exact: Annotated[
         bool, typer.Option("--require-exact", help="Fail if a matrix of the GGUF file would be encoded anew.")
     ] = False,
+    disable_pass: Annotated[
+        list[str] | None, typer.Option(metavar="RULE", help="Do without this fusion; may be repeated.")
+    ] = None,
     no_prepare: Annotated[
         bool, typer.Option("--no-prepare", help="Do not pack a GGUF file's blocks for this machine's processor.")
     ] = False,
@@ -80,6 +83,7 @@ def export(
             max_kl=max_kl,
             require_fused=required,
             require_exact=require_exact,
+            disable_passes=tuple(disable_pass or ()),
             force=force,
             progress=progress,
         )
@@ -99,39 +103,26 @@ def export(
         )
 
 
-def verify(
+def report(
     bundle: BundlePath,
     *,
-    against: Annotated[
-        str | None, typer.Option(metavar="SOURCE", help="Also compare with eager PyTorch on SOURCE.")
-    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with the graph drawn.")] = None,
+    times: Annotated[bool, typer.Option("--times", help="On the page, also how long each op takes here.")] = False,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
-    """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    try:
-        from graphport.export.verify import verify as run_verify
-    except ModuleNotFoundError as error:
-        raise missing_dependency("verify", error) from error
-    with cli_tables.progress_lines() as progress:
-        rows = [cli_tables.check_row(check) for check in run_verify(bundle, against=against, progress=progress)]
-    passed = bool(rows) and all(row.passed for row in rows)
-    if as_json:
-        print(json.dumps({"passed": passed, "checks": [row.to_dict() for row in rows]}))
-    else:
-        cli_tables.print_checks(rows)
-        print("passed" if passed else "failed")
-    if not passed:
-        raise typer.Exit(1)
-
-
-def report(bundle: BundlePath, *, as_json: Json = False, _debug: Debug = False) -> None:
     """Show what a bundle is: manifest, files, what fused, certificate."""
+    if times and html is None:
+        raise typer.BadParameter("--times needs --html FILE: the page shows them")
     facts = cli_report.read_report(bundle)
+    if html is not None:
+        cli_report.write_page(facts, html, with_times=times)
     if as_json:
         print(json.dumps(facts.to_dict(), ensure_ascii=False))
-    else:
+    elif html is None:
         cli_report.print_report(facts)
+    else:
+        print(html)
 
 
 def _required_fusions(values: list[str]) -> dict[str, int | Literal["all"]]:

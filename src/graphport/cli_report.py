@@ -16,6 +16,7 @@ from rich.table import Table
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
 from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+from graphport.report_page import report_page
 
 _CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
 _ACCURACY = {0: "0: activations as they are", 4: "4: activations rounded to 8 bits"}
@@ -97,7 +98,7 @@ def read_report(folder: Path) -> Report:
         advice = tuple(map(str, account.get("advice", ())))
         matrices = tuple(MatrixRow(**row) for row in account.get("matrices", ()))
         choice = _read_choice(account.get("choice"))
-        checks = None if certificate is None else tuple(CheckRow(**check) for check in certificate["checks"])
+        checks = None if certificate is None else tuple(map(_check_row, certificate["checks"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
@@ -112,6 +113,11 @@ def read_report(folder: Path) -> Report:
         choice=choice,
         checks=checks,
     )
+
+
+def _check_row(check: dict[str, Any]) -> CheckRow:
+    names = ("name", "measured", "tolerance", "passed", "detail")
+    return CheckRow(**{name: check[name] for name in names}, inputs=check.get("inputs", ""))
 
 
 def print_report(report: Report) -> None:
@@ -143,6 +149,27 @@ def print_report(report: Report) -> None:
         print_line("no certificate: it was exported with --no-verify")
     elif manifest.target != "cpu":
         print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+
+
+def write_page(report: Report, path: Path, *, with_times: bool) -> None:
+    """Write the HTML page to `path`, whole or not at all. Raises ValueError where it cannot be written."""
+    if not path.parent.is_dir() or path.is_dir():
+        problem = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise ValueError(f"--html {path} {problem}; name a file in a folder that exists")
+    times: list[dict[str, Any]] = []
+    if with_times:
+        from graphport.runtime.bundle_files import open_bundle
+        from graphport.runtime.op_times import measure_ops
+
+        times = [asdict(time) for time in measure_ops(open_bundle(report.path))]
+    account = _read_json(report.path / FUSIONS_FILE) or {}
+    text = report_page(report.to_dict(), account, _read_json(report.path / CERTIFICATE_FILE), times)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _pooling(pooling: PoolingConfig) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda"]
 
 _CHAT_NEW_TOKENS = 512
+_CHAT_PREFIX_BYTES = 256 << 20  # rows of the conversation, which every turn repeats
 _BENCH_LENGTHS = (32, 512, 2048)
 
 
@@ -73,7 +74,7 @@ def chat(bundle: BundlePath, *, _debug: Debug = False) -> None:
     sampling = _sampling(_CHAT_NEW_TOKENS, temperature=0.0)
     from graphport.runtime import load_language_model
 
-    lm = load_language_model(bundle, max_batch=1)
+    lm = load_language_model(bundle, max_batch=1, prefix_cache_bytes=_CHAT_PREFIX_BYTES)
     failed = chat_turns(lm, sampling, lines=iter(_read_line, None), write=_write, note=cli_tables.print_line)
     if failed:
         raise typer.Exit(1)

@@ -4,6 +4,7 @@ In: manifests, fusion counts, certificate checks. Out: text on stderr. It export
 torch-free. What a bundle says about itself is read in `cli_report.py`.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,22 +34,25 @@ class Check(Protocol):
     @property
     def detail(self) -> str: ...  # noqa: D102
     @property
+    def inputs(self) -> str: ...  # noqa: D102
+    @property
     def passed(self) -> bool: ...  # noqa: D102
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRow:
-    """One comparison: the figure measured, what it may be at most, the verdict, and more figures in words."""
+    """One comparison: the figure measured, what it may be at most, the verdict; more figures, and inputs, in words."""
 
     name: str
     measured: float
     tolerance: float
     passed: bool
     detail: str
+    inputs: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
-        return asdict(self)
+        """Plain JSON data; a figure that is not finite is null."""
+        return {**asdict(self), "measured": self.measured if math.isfinite(self.measured) else None}
 
 
 def check_row(check: Check) -> CheckRow:
@@ -59,6 +63,7 @@ def check_row(check: Check) -> CheckRow:
         tolerance=float(check.tolerance),
         passed=bool(check.passed),
         detail=check.detail,
+        inputs=check.inputs,
     )
 
 
@@ -110,6 +115,27 @@ def print_speeds(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['decode_tokens_per_s']:.1f}",
         )
     Console().print(table)
+
+
+class SiteError(Protocol):
+    """The error of one site of a model in one step."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102 - stands for itself
+    @property
+    def site(self) -> str: ...  # noqa: D102
+    @property
+    def relative(self) -> float: ...  # noqa: D102
+    @property
+    def max_abs(self) -> float: ...  # noqa: D102
+
+
+def print_growth(errors: Sequence[SiteError]) -> None:
+    """One row a site, in the order of computation."""
+    table = Table("step", "site", "relative error", "largest difference")
+    for error in errors:
+        table.add_row(str(error.step), escape(error.site), f"{error.relative:.3g}", f"{error.max_abs:.3g}")
+    _console().print(table)
 
 
 def print_evaluation(result: "Evaluation", *, name: str, against: str | None) -> None:
@@ -197,6 +223,27 @@ def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
 
 def _console() -> Console:
     return Console(stderr=True)
+
+
+def print_plan(row: Mapping[str, Any]) -> None:
+    """Memory by part against what is free, on stdout: it is the result."""
+    about = "about " if row["is_estimate"] else ""
+    table = Table("memory", f"{row['device']}: {row['batch']} rows of {row['context']} tokens")
+    table.columns[1].justify = "right"
+    for name, num_bytes in row["bytes"].items():
+        if num_bytes:
+            table.add_row(f"cache ({row['kv_cache']})" if name == "cache" else name, _size(num_bytes))
+    table.add_section()
+    table.add_row("total", about + _size(row["total"]))
+    if row["free"] is None:
+        table.add_row("free", f"no {row['device']} device here")
+    else:
+        table.add_row("free", _size(row["free"]))
+        table.add_row("fits", "yes" if row["fits"] else "no")
+    if row["fits"] is False:
+        table.add_row(f"tokens that fit with {row['batch']} rows", str(row["longest_context_that_fits"]))
+        table.add_row(f"rows that fit with {row['context']} tokens", str(row["largest_batch_that_fits"]))
+    Console().print(table)
 
 
 def _size(num_bytes: int) -> str:

@@ -21,3 +21,11 @@ def processor_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         if name.strip() in ("flags", "Features"):
             flags |= {value for value in values.split() if value.startswith(_PREFIXES)}
     return " ".join([platform.machine(), *sorted(flags)])
+
+
+def describe_processor() -> str:
+    """`processor_kind`, or what the system calls the processor where it does not tell its instruction sets."""
+    try:
+        return processor_kind()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}".strip()

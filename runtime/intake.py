@@ -1,0 +1,196 @@
+"""What callers ask for, checked against the model and made into requests.
+
+In: prompts, SamplingParams, options. Out: `Request`s, or an error in one line before anything runs. It runs nothing.
+"""
+
+from collections import abc, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.model_def.signature import Manifest
+from graphport.runtime.constraints import Grammars
+from graphport.runtime.prompts import checked_prompt_ids
+from graphport.runtime.request import Request
+from graphport.runtime.request_options import RequestOptions
+from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
+from graphport.runtime.sequence_state import ModelIdentity, SequenceState
+from graphport.runtime.speculation import Speculation
+from graphport.runtime.tokenizer import Tokenizer
+
+Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
+
+
+class Intake:
+    """Makes requests for one open model, which has `max_batch` places; `tokenizer` is None if the bundle has none.
+
+    `new_speculation` makes what drafts for a sequence.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        tokenizer: Tokenizer | None,
+        *,
+        identity: ModelIdentity,
+        max_length: int,
+        max_batch: int,
+        new_speculation: Callable[[], Speculation] | None = None,
+    ) -> None:
+        self.identity = identity
+        self._manifest = manifest
+        self._tokenizer = tokenizer
+        self._vocab_size = manifest.config.vocab_size
+        self._max_length = max_length
+        self._max_batch = max_batch
+        self._new_speculation = new_speculation
+        self._grammars: Grammars | None = None
+        if tokenizer is not None:
+            ends = manifest.generation.eos_token_ids
+            self._grammars = Grammars(tokenizer, vocab_size=manifest.config.vocab_size, end_ids=ends)
+
+    def generations(
+        self,
+        prompts: abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None,
+        options: RequestOptions,
+    ) -> list[Request[StreamEvent]]:
+        """A request for each prompt; `params` are one for all, or one a prompt. Raises TypeError and ValueError."""
+        if isinstance(prompts, str) or not isinstance(prompts, abc.Sequence):
+            raise TypeError(
+                f"prompts must be a list of str or of lists of ids, got {type(prompts).__name__}; use [prompt]"
+            )
+        each = _params_for_each(params, len(prompts))
+        return [
+            self.generation(prompt, one, options, name=f"prompt {i}")
+            for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))
+        ]
+
+    def generation(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, *, name: str
+    ) -> Request[StreamEvent]:
+        """A request for the samples of one prompt, which errors call `name`. Raises TypeError and ValueError."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        for what, is_asked in (
+            ("stop strings", params.stop),
+            ("bad_words", params.bad_words),
+            (params.constraint, params.constraint),
+        ):
+            if is_asked:
+                self.need_tokenizer(str(what))
+        ids = self.prompt_ids(prompt, name)
+        self._check_state(options.state)
+        if params.n > self._max_batch:
+            raise ValueError(
+                f"{name} asks for n={params.n} samples, which need as many places in the batch; there are "
+                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times"
+            )
+        own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
+        new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
+        bad_ids = self._bad_ids(params.bad_words)
+        constraint = None if self._grammars is None else self._grammars.constraint(params)
+        drafts = self._new_speculation if options.speculate else None
+        events: deque[StreamEvent] = deque()
+        sequences = [
+            Sequence(
+                ids,
+                params,
+                vocab_size=self._vocab_size,
+                max_total=min(self._max_length, len(ids) + new),
+                end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
+                text_stream=None if self._tokenizer is None else self._tokenizer.stream(),
+                num_text_ids=0 if self._tokenizer is None else self._tokenizer.vocab_size,
+                index=index,
+                events=events,
+                priority=options.priority,
+                deadline=options.deadline,
+                state=options.state,
+                keeps_state=options.keep_state,
+                speculation=None if drafts is None else drafts(),
+                bad_ids=bad_ids,
+                constraint=None if constraint is None else constraint.copy(),
+            )
+            for index in range(params.n)
+        ]
+        return Request(sequences, events)
+
+    def scoring(
+        self,
+        ids: object,
+        *,
+        first_row: int | None,
+        name: str,
+        state: SequenceState | None = None,
+        keeps_state: bool = False,
+    ) -> Request[NDArray[np.float32]]:
+        """A request for the logits of the positions of `ids` from `first_row` on, by default of the last alone."""
+        checked = self.checked_ids(ids, name)
+        self._check_state(state)
+        if first_row is not None and not 0 <= first_row < len(checked):
+            raise ValueError(f"first_row must be 0 to {len(checked) - 1}, the last position; got {first_row}")
+        sequence = ScoringSequence(
+            checked,
+            vocab_size=self._vocab_size,
+            first_row=len(checked) - 1 if first_row is None else first_row,
+            state=state,
+            keeps_state=keeps_state,
+        )
+        return Request([sequence], sequence.pieces)
+
+    def prompt_ids(self, prompt: Prompt, name: str) -> tuple[int, ...]:
+        """Ids of a prompt, a str or a list of ids."""
+        encoded = self.need_tokenizer("a str prompt").encode(prompt) if isinstance(prompt, str) else prompt
+        return self.checked_ids(encoded, name)
+
+    def checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
+        """See `checked_prompt_ids`."""
+        return checked_prompt_ids(ids, name, vocab_size=self._vocab_size, max_length=self._max_length)
+
+    def need_tokenizer(self, what: str) -> Tokenizer:
+        """The tokenizer. Raises ValueError, saying that `what` needs one, if the bundle has none."""
+        if self._tokenizer is None:
+            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
+        return self._tokenizer
+
+    def _bad_ids(self, words: abc.Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of each word as it stands at the beginning of a text, and as it stands after a space where that differs.
+
+        vLLM's rule: a word in the middle of another is left alone.
+        """
+        found = []
+        for word in words:
+            tokenizer = self.need_tokenizer("bad_words")
+            bare, spaced = (
+                tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
+            )
+            found.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                found.append(spaced)
+        return found
+
+    def close(self) -> None:
+        """Let go of the draft model."""
+        self._new_speculation = None
+
+    def _check_state(self, state: SequenceState | None) -> None:
+        if state is None:
+            return
+        if not isinstance(state, SequenceState):
+            raise TypeError(f"state must be a SequenceState or None; got {type(state).__name__}")
+        self.identity.require(state.model, "state")
+
+
+def _params_for_each(
+    params: SamplingParams | abc.Sequence[SamplingParams] | None, count: int
+) -> abc.Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if isinstance(params, str) or not isinstance(params, abc.Sequence):
+        raise TypeError(f"params must be SamplingParams or a list of them, got {type(params).__name__}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} SamplingParams for {count} prompts; give one for all, or one a prompt")
+    return params

@@ -1,0 +1,91 @@
+"""Changes to one sequence's logits that depend on what was said: bias, penalties, bad words.
+
+In: `SamplingParams`, the prompt's ids, then each id chosen. Out: scores float64 [V]. It draws nothing, and it never
+changes the logits given (see `sampling.py`).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.runtime.logit_filters import penalise_generated, penalise_repetition
+from graphport.runtime.sampling_params import SamplingParams
+
+
+def has_penalty(params: SamplingParams) -> bool:
+    """Whether any penalty is on."""
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+class LogitEdits:
+    """The changes of one sequence, and its history as far as they need it."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: NDArray[np.int64],
+        *,
+        vocab_size: int,
+        bad_ids: Sequence[tuple[int, ...]],
+    ) -> None:
+        self._params = params
+        self._history = _History(vocab_size, prompt_ids) if has_penalty(params) else None
+        bias = params.logit_bias or {}
+        self._biased = np.array(list(bias), np.int64)
+        self._bias = np.array(list(bias.values()), np.float64)
+        self._bad_ids = tuple(bad_ids)
+        self._generated: list[int] = []
+
+    def add_generated(self, token_id: int) -> None:
+        """Remember an id that was chosen."""
+        self._generated.append(token_id)
+        if self._history is not None:
+            self._history.add_generated(token_id)
+
+    def edited(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
+        """Scores float64 [V] (a penalty may leave float32's range), -inf for what would complete a bad word."""
+        scores = logits.astype(np.float64)
+        scores[self._biased] += self._bias
+        if self._history is not None:
+            self._history.penalise(scores, self._params)
+        for ids in self._bad_ids:
+            begun = len(ids) - 1
+            if begun == 0 or tuple(self._generated[-begun:]) == ids[:-1]:
+                scores[ids[-1]] = -np.inf
+        return scores
+
+
+class _History:
+    """Distinct ids seen so far and how often each was generated, kept so that a step costs what is distinct."""
+
+    def __init__(self, vocab_size: int, prompt_ids: NDArray[np.int64]) -> None:
+        self._is_seen = np.zeros(vocab_size, dtype=np.bool_)
+        self._seen = np.empty(vocab_size, dtype=np.int64)  # the first _num_seen entries: prompt and output
+        self._generated = np.empty(vocab_size, dtype=np.int64)  # the first _num_generated entries: output
+        self._num_generated = 0
+        self._counts = np.zeros(vocab_size, dtype=np.int64)
+        distinct = np.unique(prompt_ids)
+        self._is_seen[distinct] = True
+        self._seen[: len(distinct)] = distinct
+        self._num_seen = len(distinct)
+
+    def add_generated(self, token_id: int) -> None:
+        if not self._is_seen[token_id]:
+            self._is_seen[token_id] = True
+            self._seen[self._num_seen] = token_id
+            self._num_seen += 1
+        if self._counts[token_id] == 0:
+            self._generated[self._num_generated] = token_id
+            self._num_generated += 1
+        self._counts[token_id] += 1
+
+    def penalise(self, scores: NDArray[np.float64], params: SamplingParams) -> None:
+        """All three penalties, in place."""
+        if params.repetition_penalty != 1:
+            penalise_repetition(scores, self._seen[: self._num_seen], params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            ids = self._generated[: self._num_generated]
+            penalise_generated(
+                scores, ids, self._counts, presence=params.presence_penalty, frequency=params.frequency_penalty
+            )

@@ -1,0 +1,32 @@
+"""What a caller waits for: the samples of one prompt, or the logits of its positions, and what they have brought.
+
+In: sequences and the queue that they fill. Out: whether there is something to read, or nothing more to come. It runs
+nothing and checks no arguments.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Many
+from typing import Generic, TypeVar
+
+from graphport.runtime.sequence import Sequence
+
+Result = TypeVar("Result")
+
+
+class Request(Generic[Result]):
+    """Sequences of one prompt that fill one queue of `results`."""
+
+    def __init__(self, sequences: Many[Sequence], results: deque[Result]) -> None:
+        self.sequences = tuple(sequences)
+        self.results = results
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sequence has ended, for any reason or by an error."""
+        return all(sequence.is_finished for sequence in self.sequences)
+
+    def raise_error(self) -> None:
+        """Raise the error of the first sequence that has one."""
+        for sequence in self.sequences:
+            if sequence.error is not None:
+                raise sequence.error

@@ -1,0 +1,59 @@
+"""How a request is served, beside what is sampled: how urgent it is, and for how long it may run.
+
+In: what a caller gave by name. Out: `RequestOptions`, checked before anything runs. It orders and stops nothing.
+"""
+
+import math
+import numbers
+import time
+from dataclasses import dataclass
+from typing import TypedDict
+
+from graphport.runtime.sequence_state import SequenceState
+
+
+class RequestArguments(TypedDict, total=False):
+    """The keyword arguments of a request; see RequestOptions."""
+
+    priority: int
+    timeout: float | None
+    state: SequenceState | None
+    keep_state: bool
+    speculate: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """Options of one request.
+
+    priority: requests of a lower number are taken up first (vLLM's rule), those of the same in the order in which they
+    came. timeout: seconds from the call after which a request that has not ended does so, with reason "cancelled" and
+    what it has. state: rows that need not be computed again, as far as its ids and the prompt's are the same.
+    keep_state: whether the output has a state (in `generate`). speculate: whether drafts are checked, if the model was
+    loaded with a source of drafts. Raises TypeError and ValueError by name.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    state: SequenceState | None = None
+    keep_state: bool = False
+    speculate: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
+            raise TypeError(f"priority must be a whole number, the lower the sooner; got {self.priority!r}")
+        for name in ("keep_state", "speculate"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False; got {value!r}")
+        if self.timeout is None:
+            return
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):
+            raise TypeError(f"timeout must be None or a number of seconds above 0; got {self.timeout!r}")
+        if not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout must be None or a number of seconds above 0; got {self.timeout}")
+
+    @property
+    def deadline(self) -> float | None:
+        """The end of the time-out if it begins now, in seconds of `time.monotonic`."""
+        return None if self.timeout is None else time.monotonic() + self.timeout

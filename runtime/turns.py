@@ -1,0 +1,107 @@
+"""Threads share one engine by turns: whoever waits for a result runs the next step, or waits for another's step.
+
+In: requests. Out: their results, by and by. So there is no thread of our own, and a result that nobody reads holds up
+no one. It schedules nothing (see `engine.py`).
+"""
+
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from typing import Any
+
+from graphport.runtime.engine import Engine
+from graphport.runtime.request import Request, Result
+
+
+class Turns:
+    """The engine of an open model; `engine` is None once it is closed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine: Engine | None = engine
+        # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
+        self._turn = threading.Condition(threading.Lock())
+        self._is_stepping = False
+
+    def run(self, requests: Many[Request[Any]]) -> None:
+        """Run requests to their end, their results unread. Raises the first error; none goes on after that."""
+        try:
+            self._submit(requests)
+            for request in requests:
+                while not request.is_finished:
+                    request.results.clear()  # what they are is read from the sequences at the end
+                    self._advance(request)
+                request.raise_error()
+        finally:
+            self._cancel(requests)
+
+    def admit(self, requests: Many[Request[Any]]) -> None:
+        """Raise NotEnoughMemoryError if one of the requests could never run, however long it waited."""
+        for request in requests:
+            self.need_engine().require_possible(request.sequences)
+
+    def results(self, request: Request[Result]) -> Iterator[Result]:
+        """Run `request` and give its results as they come. Closing the iterator, or dropping it, cancels it."""
+        try:
+            self._submit([request])
+            while not request.is_finished or request.results:
+                if request.results:
+                    yield request.results.popleft()
+                else:
+                    self._advance(request)
+            request.raise_error()
+        finally:
+            self._cancel([request])
+
+    def close(self) -> None:
+        """Give the engine back; requests that run end as cancelled, later ones raise."""
+        with self._turn:
+            while self._is_stepping:
+                self._turn.wait()
+            engine, self.engine = self.engine, None
+            for sequence in engine.all_sequences() if engine is not None else ():
+                sequence.cancel()
+            self._turn.notify_all()
+
+    def need_engine(self) -> Engine:
+        """The engine. Raises RuntimeError once it is closed."""
+        if self.engine is None:
+            raise RuntimeError("this LanguageModel is closed; load the bundle again")
+        return self.engine
+
+    def _submit(self, requests: Many[Request[Any]]) -> None:
+        engine = self.need_engine()
+        for request in requests:
+            engine.submit(*request.sequences)
+
+    def _advance(self, request: Request[Any]) -> None:
+        """Run one step of the engine, or wait for the steps that another thread runs until they reach `request`."""
+        with self._turn:
+            while self._is_stepping and not (request.results or request.is_finished):
+                self._turn.wait()
+            if request.results or request.is_finished:
+                return
+            engine = self.need_engine()
+            self._is_stepping = True
+        try:
+            engine.step()
+        finally:
+            with self._turn:
+                self._is_stepping = False
+                self._turn.notify_all()
+
+    def _cancel(self, requests: Many[Request[Any]]) -> None:
+        """Free the places of sequences that have not ended, now or with the next step.
+
+        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
+        """
+        engine = self.engine
+        unfinished = [each for request in requests for each in request.sequences if not each.is_finished]
+        if engine is None or not unfinished:
+            return
+        engine.cancellations.extend(unfinished)
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._is_stepping:
+                    engine.drop_cancelled()
+            finally:
+                self._turn.release()

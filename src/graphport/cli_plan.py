@@ -1,0 +1,129 @@
+"""The command `plan`: memory of weights, cache and workspace against what is free, before anything is taken.
+
+In: a bundle, or a source and the options of an export. Out: a table or JSON on stdout. It allocates, exports and opens
+nothing; torch is imported for a SOURCE alone.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graphport import cli_tables
+from graphport.cli_export import CacheType, Precision, Target
+from graphport.cli_options import Debug, Json, missing_dependency
+from graphport.model_def.signature import MANIFEST_FILE
+
+if TYPE_CHECKING:
+    from graphport.runtime.plan_report import PlanReport
+
+_PARTS = ("weights", "repacked", "timing", "workspace", "logits", "libraries", "cache")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """What the command line asks for; None is what it leaves open."""
+
+    target: str | None
+    precision: str | None
+    kv_cache: str | None
+    context: int | None
+    batch: int
+    prefill_chunk: int | None
+
+
+def plan(
+    source: Annotated[str, typer.Argument(metavar="SOURCE|BUNDLE", help="A bundle, or what could be exported.")],
+    *,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens a row (default: the model's).")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 8,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Prompt tokens a step (default: 64 on cpu, 512 on cuda).")
+    ] = None,
+    target: Annotated[Target | None, typer.Option(help="Of a SOURCE: where it will run (default: cpu).")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="Of a SOURCE: weights (default: as `export`).")] = None,
+    kv_cache: Annotated[CacheType | None, typer.Option(help="Of a SOURCE: element type of the KV cache.")] = None,
+    as_json: Json = False,
+    _debug: Debug = False,
+) -> None:
+    """Show the memory that SOURCE or BUNDLE needs, and what of it would fit into what is free. Takes nothing."""
+    wish = _Wish(
+        target=target,
+        precision=precision,
+        kv_cache=kv_cache,
+        context=context,
+        batch=batch,
+        prefill_chunk=prefill_chunk,
+    )
+    is_bundle = (Path(source) / MANIFEST_FILE).is_file()
+    report = _bundle_report(Path(source), wish) if is_bundle else _source_report(source, wish)
+    row = _row(source, report, is_estimate=not is_bundle)
+    if as_json:
+        print(json.dumps(row))
+    else:
+        cli_tables.print_plan(row)
+
+
+def _bundle_report(path: Path, wish: _Wish) -> "PlanReport":
+    given = [f"--{name.replace('_', '-')}" for name in ("target", "precision", "kv_cache") if getattr(wish, name)]
+    if given:
+        raise typer.BadParameter(f"{', '.join(given)} is for a SOURCE; {path} is a bundle and has its own")
+    from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+    from graphport.runtime.plan_report import report_bundle
+
+    bundle = open_bundle(path)
+    length = wish.context or bundle.manifest.max_length
+    chunk = wish.prefill_chunk or PREFILL_CHUNKS[bundle.manifest.target]
+    return report_bundle(bundle, RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk))
+
+
+def _source_report(source: str, wish: _Wish) -> "PlanReport":
+    try:
+        from graphport.export.planned_source import planned_source
+    except ModuleNotFoundError as error:
+        raise missing_dependency("plan", error) from error
+    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+    from graphport.runtime.plan_report import report_config
+
+    planned = planned_source(
+        source,
+        target=wish.target or "cpu",
+        precision=wish.precision,
+        kv_cache=wish.kv_cache or "auto",
+        context=wish.context,
+    )
+    return report_config(
+        planned.config,
+        RunLimits(
+            max_batch=wish.batch,
+            max_length=planned.context,
+            prefill_chunk=wish.prefill_chunk or PREFILL_CHUNKS[planned.target],
+        ),
+        device="cuda" if planned.target == "cuda" else "cpu",
+        float_type=planned.float_type,
+        cache_dtype=planned.cache_dtype,
+        weights=planned.weights,
+        blocks=planned.blocks,
+        fused_attention=planned.fused_attention,
+    )
+
+
+def _row(source: str, report: "PlanReport", *, is_estimate: bool) -> dict[str, Any]:
+    limits = report.plan.limits
+    return {
+        "source": source,
+        "is_estimate": is_estimate,
+        "device": report.plan.device,
+        "batch": limits.max_batch,
+        "context": limits.max_length,
+        "kv_cache": report.cache_dtype,
+        "bytes": {name: getattr(report.plan, name) for name in _PARTS},
+        "total": report.plan.total,
+        "free": report.free,
+        "fits": report.fits,
+        "longest_context_that_fits": report.longest,
+        "largest_batch_that_fits": report.most_rows,
+    }

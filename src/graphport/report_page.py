@@ -1,0 +1,202 @@
+"""One page about a bundle: what it is, its certificate, its graph before and after the passes, place by place.
+
+In: the bundle's own facts as JSON data, and times of nodes if they were measured. Out: the text of an HTML file that
+needs no network, no script and no pointer. It reads no files and measures nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+Json = Mapping[str, Any]
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #1b1f24; }
+table { border-collapse: collapse; margin: .6em 0 1.6em; }
+th, td { border: 1px solid #ccd3da; padding: .25em .6em; text-align: left; vertical-align: top; }
+th { background: #eef1f4; } .number { font-variant-numeric: tabular-nums; }
+.op { display: inline-block; border: 1px solid #8a96a3; border-radius: 4px; padding: 0 .4em; margin: .1em; }
+.after .op { background: #e3f1e5; } .before .op { background: #f6efe0; }
+.failed { color: #a40e26; font-weight: bold; } .ok { color: #116329; } .why { color: #7a4a00; }
+svg { border: 1px solid #ccd3da; background: #fff; } figure { margin: 0 0 1.5em; } figcaption { margin: .2em 0; }
+"""
+_WIDTH, _HEIGHT, _MARGIN = 900, 160, 46
+
+
+def report_page(facts: Json, account: Json, certificate: Json | None, times: Sequence[Json]) -> str:
+    """The page. `facts` is a `Report`'s data, `account` that of fusions.json, `times` records of name, op, provider,
+    microseconds.
+    """
+    manifest = facts["manifest"]
+    title = f"graphport bundle {facts['path']}"
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        _facts_table(manifest, facts),
+        "<h2>Files</h2>",
+        _table(
+            ("file", "bytes", "SHA-256"),
+            [(name, _number(record["size"]), record["sha256"]) for name, record in manifest["files"].items()],
+        ),
+        "<h2>Certificate</h2>",
+        *_certificate_parts(certificate),
+        "<h2>Graph, place by place</h2>",
+        *_graph_parts(account, times),
+    ]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _facts_table(manifest: Json, facts: Json) -> str:
+    config = manifest["config"]
+    rows = [
+        ("target", manifest["target"]),
+        ("precision", manifest["precision"]),
+        ("accuracy level", facts["accuracy_level"]),
+        ("longest text", f"{manifest['max_length']} tokens"),
+        ("layers", len(config["blocks"])),
+        ("vocabulary", config["vocab_size"]),
+        *((f"source {key}", value) for key, value in manifest["source"].items()),
+        ("graphport", manifest["graphport_version"]),
+        *(("advice", line) for line in facts["advice"]),
+    ]
+    return _table(("", ""), [(name, value) for name, value in rows if value is not None])
+
+
+def _certificate_parts(certificate: Json | None) -> list[str]:
+    if certificate is None:
+        return ["<p>None: nothing in this bundle says that it is the original model.</p>"]
+    checks = [
+        (
+            check["name"],
+            f"{check['measured']:.3g}",
+            f"{check['tolerance']:.3g}",
+            _Markup('<span class="ok">ok</span>' if check["passed"] else '<span class="failed">FAILED</span>'),
+            check.get("inputs", ""),
+            check["detail"],
+        )
+        for check in certificate["checks"]
+    ]
+    parts = []
+    for heading in ("candidate", "reference"):
+        rows = [(name, _words(value)) for name, value in certificate.get(heading, {}).items()]
+        parts.append(_table((heading, ""), rows))
+    parts.append(_table(("check", "measured", "tolerance", "", "inputs", "detail"), checks))
+    missing = certificate.get("uncovered", ())
+    parts += [f"<p>Not covered: {escape('; '.join(missing))}.</p>"] if missing else []
+    parts += [_chart(run, series) for run, series in certificate.get("errors", {}).items()]
+    return parts
+
+
+def _chart(run: str, series: Json) -> str:
+    """KL by position on a logarithmic scale, or the largest difference where the divergence is nothing throughout."""
+    kind = "kl" if max(series["kl"]) > 1e-7 else "max_abs"
+    label = "KL in nats" if kind == "kl" else "largest difference of a logit"
+    positions, values = series["positions"], [max(value, 1e-12) for value in series[kind]]
+    low, high = min(values), max(values)
+    left = min(positions)
+    right = max(*positions, left + 1)
+    span = max(_log(high) - _log(low), 1e-9)
+    points = [
+        (
+            _MARGIN + (position - left) / (right - left) * (_WIDTH - 2 * _MARGIN),
+            _HEIGHT - 24 - (_log(value) - _log(low)) / span * (_HEIGHT - 48),
+        )
+        for position, value in sorted(zip(positions, values, strict=True))
+    ]
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="#1f5fa8"/>' for x, y in points)
+    texts = (
+        f'<text x="4" y="26" font-size="12">{high:.1e}</text>'
+        f'<text x="4" y="{_HEIGHT - 22}" font-size="12">{low:.1e}</text>'
+        f'<text x="{_MARGIN}" y="{_HEIGHT - 5}" font-size="12">position {left}</text>'
+        f'<text x="{_WIDTH - 110}" y="{_HEIGHT - 5}" font-size="12">position {right}</text>'
+    )
+    return (
+        f"<figure><figcaption>{escape(run)}: {label} by position in the text, logarithmic</figcaption>"
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{dots}{texts}</svg></figure>'
+    )
+
+
+def _graph_parts(account: Json, times: Sequence[Json]) -> list[str]:
+    disabled = account.get("disabled", ())
+    parts = [f"<p>Switched off by name: {escape(', '.join(disabled))}.</p>"] if disabled else []
+    if not account.get("sites"):
+        return [*parts, "<p>This bundle was exported before graphport accounted for places; export it again.</p>"]
+    spent = {record["name"]: record for record in times}
+    known = {name for site in account["sites"] for name in site["nodes"]}
+    rows = [_site_row(site, [spent[name] for name in site["nodes"] if name in spent]) for site in account["sites"]]
+    others = [record for name, record in spent.items() if name not in known]
+    if others:
+        words = f"made by ONNX Runtime ({len(others)} nodes)"
+        rows.append((words, "", _ops([record["op"] for record in others], "after"), "", "", *_time_cells(others), ""))
+    heads = (
+        "place",
+        "before",
+        "after",
+        "bytes of weights",
+        "MFLOP a token",
+        "µs a step",
+        "runs on",
+        "rules and misses",
+    )
+    note = "" if times else "<p>Times were not measured; add --times.</p>"
+    return [*parts, note, _table(heads, rows)]
+
+
+def _site_row(site: Json, spent: Sequence[Json]) -> tuple[object, ...]:
+    misses = "".join(
+        f'<div class="why">{escape(miss["rule"])} left {escape(miss["site"])}: needs that {escape(miss["check"])}, '
+        f"found {escape(miss['found'])}</div>"
+        for miss in site["missed"]
+    )
+    return (
+        site["place"],
+        _ops(site["before"], "before"),
+        _ops(site["after"], "after"),
+        _number(site["bytes"]),
+        _number(site["flops"] / 1e6, digits=2),
+        *_time_cells(spent),
+        _Markup(escape(", ".join(site["rules"])) + misses),
+    )
+
+
+def _time_cells(spent: Sequence[Json]) -> tuple[object, object]:
+    if not spent:
+        return "", ""
+    providers = sorted({record["provider"].removesuffix("ExecutionProvider") for record in spent})
+    return _number(sum(record["microseconds"] for record in spent), digits=1), ", ".join(providers)
+
+
+def _ops(ops: Iterable[str], kind: str) -> "_Markup":
+    boxes = " → ".join(f'<span class="op">{escape(op)}</span>' for op in ops)
+    return _Markup(f'<div class="{kind}">{boxes}</div>')
+
+
+class _Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def _number(value: float, *, digits: int = 0) -> _Markup:
+    return _Markup(f'<span class="number">{value:,.{digits}f}</span>')
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads) if any(heads) else ""
+    body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    return f"<table><tr>{head}</tr>\n{body}</table>"
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, _Markup) else escape(str(value))
+
+
+def _words(value: object) -> str:
+    return ", ".join(f"{name} {item}" for name, item in value.items()) if isinstance(value, Mapping) else str(value)
+
+
+def _log(value: float) -> float:
+    return math.log10(value)

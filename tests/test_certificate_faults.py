@@ -1,0 +1,197 @@
+"""A certificate can fail: faults planted in bundles whose hashes were made to fit are caught, by a check named here."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from shutil import copytree
+
+import numpy as np
+import onnx
+import pytest
+from certificates import edit_attribute, edit_graph, edit_weight, rehash
+from onnx import helper
+from tiny_graphs import tiny_model
+from tiny_sources import write_tiny_source
+
+from graphport.export import export
+from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.verification import verify
+
+Change = Callable[[onnx.ModelProto], None]
+QKV, GATE_UP = "blocks.0.attention.query_key_value.weight", "blocks.0.feed_forward.gate_up.weight"
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Tiny bundles: gemma has a window, caps and q/k norms, gpt learned positions, llama is packed in 4 bits."""
+    folder = tmp_path_factory.mktemp("bundles")
+    precisions = {"gemma": "fp32", "gpt": "fp32", "llama": "int4"}
+    return {
+        name: export(tiny_model(name), folder / name, precision=precision).path
+        for name, precision in precisions.items()
+    }
+
+
+def failed_checks(bundle: Path) -> list[str]:
+    return [check.name for check in verify(bundle, device="cpu", threads=1).checks if not check.passed]
+
+
+def flip_bit(model: onnx.ModelProto) -> None:
+    def flip(values: np.ndarray) -> np.ndarray:
+        values.view(np.uint32)[7, 11] ^= 1 << 23  # twice or half the value
+        return values
+
+    edit_weight(model, QKV + "_transposed", flip)
+
+
+def flip_packed_bit(model: onnx.ModelProto) -> None:
+    def flip(values: np.ndarray) -> np.ndarray:
+        values[5, 1, 3] ^= 8
+        return values
+
+    edit_weight(model, QKV + "_q4", flip)
+
+
+def transpose_block(values: np.ndarray) -> np.ndarray:
+    values[16:32, 16:32] = values[16:32, 16:32].T.copy()
+    return values
+
+
+def lose_last_token(model: onnx.ModelProto) -> None:
+    """Layer 1 writes each step's tokens one place too early, over the last that is cached."""
+    graph = model.graph
+    added = [
+        helper.make_node("Shape", ["input_ids"], ["fault_shape"], start=1, end=2),
+        helper.make_node("Squeeze", ["fault_shape"], ["fault_new"]),
+        helper.make_node("Cast", ["total_sequence_length"], ["fault_total"], to=onnx.TensorProto.INT64),
+        helper.make_node("Less", ["fault_new", "fault_total"], ["fault_has_past"]),
+        helper.make_node("Cast", ["fault_has_past"], ["fault_one"], to=onnx.TensorProto.INT32),
+        helper.make_node("Sub", ["seqlens_k", "fault_one"], ["fault_seqlens"]),
+    ]
+    attention = [node for node in graph.node if node.op_type == "GroupQueryAttention"][1]
+    at = list(attention.input).index("seqlens_k")
+    attention.input[at] = "fault_seqlens"
+    for node in reversed(added):
+        graph.node.insert(0, node)
+
+
+FAULTS: dict[str, tuple[str, Change, str]] = {
+    "weight bit flip": ("gemma", flip_bit, "prefill: max_abs against eager PyTorch"),
+    "weight bit flip in 4 bits": ("llama", flip_packed_bit, "prefill: rms against itself as exported"),
+    "swapped heads": (
+        "gemma",
+        lambda model: edit_weight(model, QKV + "_transposed", lambda w: np.roll(w, 16, axis=1)),
+        "prefill: max_abs against eager PyTorch",
+    ),
+    "swapped heads in 4 bits": (
+        "llama",
+        lambda model: edit_weight(model, QKV + "_q4", lambda w: np.roll(w, 16, axis=0)),
+        "prefill: rms against itself as exported",
+    ),
+    "position + 1": (
+        "gpt",
+        lambda model: edit_weight(model, "position.weight", lambda w: np.roll(w, -1, axis=0)),
+        "prefill: max_abs against eager PyTorch",
+    ),
+    "rotary angles of keys and queries apart": (
+        "gemma",
+        lambda model: edit_weight(model, "cos_1", lambda w: np.roll(w, 1, axis=0)),
+        "prefill: max_abs against eager PyTorch",
+    ),
+    "window one short": (
+        "gemma",
+        lambda model: edit_attribute(model, "GroupQueryAttention", "local_window_size", 5),
+        "window of 6: max_abs against eager PyTorch",
+    ),
+    "softcap dropped": (
+        "gemma",
+        lambda model: edit_attribute(model, "GroupQueryAttention", "softcap", 0.0),
+        "prefill: max_abs against eager PyTorch",
+    ),
+    "missing last token in the cache": ("gemma", lose_last_token, "decode: max_abs against eager PyTorch"),
+    "wrong eps": (
+        "gemma",
+        lambda model: edit_attribute(model, "SkipSimplifiedLayerNormalization", "epsilon", 1e-3),
+        "prefill: rms against eager PyTorch",
+    ),
+    "transposed block": (
+        "gemma",
+        lambda model: edit_weight(model, GATE_UP + "_transposed", transpose_block),
+        "prefill: max_abs against eager PyTorch",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["gemma", "gpt", "llama"])
+def test_what_was_only_written_again_passes(kind: str, bundles: dict[str, Path], tmp_path: Path) -> None:
+    bundle = Path(copytree(bundles[kind], tmp_path / "b"))
+    edit_graph(bundle, lambda _: None)
+    assert failed_checks(bundle) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_caught_by_the_numbers(fault: str, bundles: dict[str, Path], tmp_path: Path) -> None:
+    kind, change, check = FAULTS[fault]
+    bundle = Path(copytree(bundles[kind], tmp_path / "b"))
+    edit_graph(bundle, change)
+    assert check in failed_checks(bundle)
+
+
+def test_a_token_lost_between_steps_leaves_prefill_right(bundles: dict[str, Path], tmp_path: Path) -> None:
+    bundle = Path(copytree(bundles["gemma"], tmp_path / "b"))
+    edit_graph(bundle, lose_last_token)
+    runs = {name.split(":")[0] for name in failed_checks(bundle)}
+    assert runs == {"decode", "chunked prefill", "ragged batch", "rewind", "window of 6"}
+
+
+def test_a_window_off_by_one_shows_only_where_the_text_is_longer(bundles: dict[str, Path], tmp_path: Path) -> None:
+    bundle = Path(copytree(bundles["gemma"], tmp_path / "b"))
+    edit_graph(bundle, lambda model: edit_attribute(model, "GroupQueryAttention", "local_window_size", 7))
+    assert {"prefill", "window of 6"} <= {name.split(":")[0] for name in failed_checks(bundle)}
+
+
+def test_a_cache_that_forgets_to_rewind_is_caught(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "rewind", lambda *_: None)
+    assert {name.split(":")[0] for name in failed_checks(bundles["gemma"])} == {"rewind"}
+
+
+def test_a_cache_that_mixes_up_slots_is_caught(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    resize = KVCache._resize
+
+    def broken(self: KVCache, slots: int, capacity: int) -> None:
+        resize(self, slots, capacity)
+        for buffer in self.buffers if self.num_slots > 1 else ():
+            buffer.array[:2] = buffer.array[1::-1]  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(KVCache, "_resize", broken)
+    assert {name.split(":")[0] for name in failed_checks(bundles["gpt"])} == {"ragged batch"}
+
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    source = write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
+    return export(source, folder / "bundle", precision="int8").path
+
+
+@pytest.mark.parametrize("which", [0, 20, -1])
+def test_a_tokenizer_off_by_one_merge_is_caught(which: int, text_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(copytree(text_bundle, tmp_path / "b"))
+    path = bundle / TOKENIZER_FILE
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    merges = tokenizer["model"]["merges"]
+    del merges[which]
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    rehash(bundle)
+    assert {name.split(":")[0] for name in failed_checks(bundle)} == {"tokenizer"}
+
+
+def test_a_chat_template_with_another_space_is_caught(text_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(copytree(text_bundle, tmp_path / "b"))
+    (bundle / CHAT_TEMPLATE_FILE).write_text(TEMPLATE.replace(": ", ":"), encoding="utf-8")
+    rehash(bundle)
+    assert failed_checks(bundle) == ["chat template: chats written otherwise"]
