@@ -1,7 +1,7 @@
 """What one Hugging Face decoder family is: a record of keys, defaults and block kinds, and how its values are read.
 
 In: nothing, or a parsed config.json. Out: records, numbers and flags. The families themselves stand in
-`huggingface_decoders.py`, the names of tensors in `decoder_tensors.py`.
+`rms_norm_decoders.py` and `layer_norm_decoders.py`, the names of tensors in `decoder_tensors.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -137,6 +137,11 @@ class DecoderFamily:
         optional |= {"kv_heads"} if self.kv_heads_default else set()
         optional |= {"width"} if self.width_factor is not None else set()
         return tuple(key for name, key in self.keys.items() if name not in optional)
+
+
+def keys_of(*without: str, **own: str) -> Mapping[str, str]:
+    """The common keys, without some, with a family's own spelling of others."""
+    return {name: key for name, key in {**COMMON_KEYS, **own}.items() if name not in without}
 
 
 def is_on(flag: bool | Flag, values: Values) -> bool:

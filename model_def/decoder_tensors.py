@@ -110,6 +110,16 @@ PHI3 = DecoderTensors(
         **_PRE_NORMS,
     }
 )
+GLM = DecoderTensors(
+    modules={**LLAMA.modules, "feed_forward.gate": "mlp.gate_up_proj", "feed_forward.up": "mlp.gate_up_proj"}
+)
+GLM4 = DecoderTensors(
+    modules={
+        **GLM.modules,
+        "attention_output_norm": "post_self_attn_layernorm",
+        "feed_forward_output_norm": "post_mlp_layernorm",
+    }
+)
 PHI = DecoderTensors(
     modules={
         **_ATTENTION,

@@ -16,7 +16,7 @@ from graphport.model_def.checkpoint_record import (
     CheckpointError,
     read_json,
 )
-from graphport.model_def.config import HeadKind
+from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.decoder_tensors import StoredDecoder
 from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
@@ -56,15 +56,8 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
     family = find_encoder_family(values.get("model_type"))
     if family is not None:
         return _load_encoder(folder, values, family, name=name)
-    try:
-        decoder = find_decoder_family(values)
-        read_config(values, head="tied", family=decoder)  # refuses the config before the files are looked at
-        files = find_weight_files(folder)
-        stored = StoredDecoder.of(files, decoder.tensors)
-        head, tie_notes = _decide_head(folder, values, stored)
-        config, config_notes = read_config(values, head=head, family=decoder)
-    except ConfigError as error:
-        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    config, config_notes, stored = _read_decoder(folder, values)
+    files = stored.files
     parts, tensor_notes = stored.find(str(folder), config)
     tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
@@ -76,7 +69,7 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
         chat_template=read_chat_template(folder),
         special_tokens=read_special_tokens(folder),
         source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": files.sha256()},
-        notes=(*config_notes, *tie_notes, *files.notes, *tensor_notes, *generation_notes, *tokenizer_notes),
+        notes=(*config_notes, *files.notes, *tensor_notes, *generation_notes, *tokenizer_notes),
     )
 
 
@@ -87,12 +80,20 @@ def read_folder_config(folder: Path) -> TransformerConfig:
     values = read_json(folder / CONFIG_FILE)
     if find_encoder_family(values.get("model_type")) is not None:
         raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
+    return _read_decoder(folder, values)[0]
+
+
+def _read_decoder(folder: Path, values: Mapping[str, Any]) -> tuple[TransformerConfig, list[str], StoredDecoder]:
+    """The configuration with its head decided, notes, and the files."""
     try:
-        read_config(values, head="tied")  # refuses the config before the files are looked at
-        head, _ = _decide_head(folder, values, find_weight_files(folder))
-        return read_config(values, head=head)[0]
+        family = find_decoder_family(values)
+        read_config(values, head="tied", family=family)  # refuses the config before the files are looked at
+        stored = StoredDecoder.of(find_weight_files(folder), family.tensors)
+        head, tie_notes = _decide_head(folder, values, stored)
+        config, notes = read_config(values, head=head, family=family)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    return config, [*notes, *tie_notes], stored
 
 
 def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily, *, name: str | None) -> Checkpoint:

@@ -2,7 +2,7 @@
 
 In: a parsed config.json. Out: a `TransformerConfig` whose head is still undecided (tensors have a say), and notes.
 Every key is read, on the list of keys that do not change the computation, or refused by name. The families stand in
-`huggingface_decoders.py`.
+`rms_norm_decoders.py` and `layer_norm_decoders.py`.
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from graphport.model_def.config import (
     TransformerConfig,
 )
 from graphport.model_def.decoder_family import DecoderFamily, is_on
-from graphport.model_def.huggingface_decoders import DECODER_FAMILIES
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_values import (
     NEUTRAL_VALUES,
@@ -30,8 +29,12 @@ from graphport.model_def.huggingface_values import (
     sort_keys,
 )
 from graphport.model_def.huggingface_windows import read_windows
+from graphport.model_def.layer_norm_decoders import LAYER_NORM_DECODERS
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition
+from graphport.model_def.rms_norm_decoders import RMS_DECODERS
 from graphport.model_def.rotary_parameters import read_rotary, read_rotary_flags
+
+DECODER_FAMILIES = (*RMS_DECODERS, *LAYER_NORM_DECODERS)
 
 _OBSTACLES_SHOWN = 12
 

@@ -18,8 +18,7 @@ from graphport.export.graph_pass import CompilePlan
 from graphport.export.pipeline import expected_fusions
 from graphport.export.targets import CPU
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.huggingface_config import read_config
-from graphport.model_def.huggingface_decoders import DECODER_FAMILIES
+from graphport.model_def.huggingface_config import DECODER_FAMILIES, read_config
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 
 STAGES: Mapping[str, Callable[..., object]] = {
@@ -35,7 +34,7 @@ _HEAD = """\
 
 <!-- written by `make families`: change the table of families or its tests, not this page -->
 
-Decoders by the `model_type` of their config.json, as `model_def/huggingface_decoders.py` has them. Each row is a tiny
+Decoders by the `model_type` of their config.json, one row of a table in `model_def/` each. Each row is a tiny
 random model of transformers that the tests take through every stage: config and weights read and eager logits equal
 to transformers within 1e-5 of the largest; the exported graph; the compiled one, fed whole, in chunks and token by
 token over a KV cache, equal to full recomputation; ragged batches in the runtime; every node of the float16 graph

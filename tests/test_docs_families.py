@@ -5,7 +5,7 @@ from pathlib import Path
 from families_page import STAGES, families_page
 from tiny_decoders import DECODERS
 
-from graphport.model_def.huggingface_decoders import DECODER_FAMILIES
+from graphport.model_def.huggingface_config import DECODER_FAMILIES
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/families.md"
 

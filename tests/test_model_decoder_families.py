@@ -15,6 +15,7 @@ from tiny_decoders import DECODERS, POSITIONS, make_decoder
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import BlockConfig
+from graphport.model_def.huggingface import read_folder_config
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
@@ -38,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_family_equals_transformers_at_every_length(name: str, folder: Folders) -> None:
     checkpoint = load_checkpoint(folder(name))
+    assert read_folder_config(folder(name)) == checkpoint.config
     for length in (4, 12, POSITIONS):  # inside the window, beyond it, beyond the original length of a scaling
         found = relative_difference(checkpoint, make_decoder(name), token_ids(length))
         assert found < TOLERANCE, f"{length} tokens: {found}"

@@ -113,6 +113,25 @@ DECODERS: Mapping[str, Decoder] = {
         },
     ),
     "olmo2": Decoder(model_type="olmo2", values={**_LLAMA, **_theta(100.0), "attention_bias": True}, residual_norm=1),
+    "olmo3": Decoder(
+        model_type="olmo3",
+        values={
+            **_LLAMA,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 100.0,
+                    "factor": 3.0,
+                    "original_max_position_embeddings": ORIGINAL,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+        residual_norm=1,
+        window=WINDOW,
+    ),
     "gemma": Decoder(model_type="gemma", values={**_LLAMA, **_theta(100.0), "num_key_value_heads": 1}),
     "gemma2": Decoder(
         model_type="gemma2",
@@ -150,6 +169,15 @@ DECODERS: Mapping[str, Decoder] = {
         values={**_WITHOUT_HEAD_DIM, "rope_parameters": _LONGROPE, "original_max_position_embeddings": ORIGINAL},
         switch=ORIGINAL,
     ),
+    "seed_oss": Decoder(
+        model_type="seed_oss", values={**_LLAMA, **_BIASED, **_theta(100.0), "attention_out_bias": True}
+    ),
+    "helium": Decoder(
+        model_type="helium",
+        values={**_LLAMA, **_theta(100.0), "hidden_size": 96, "attention_bias": True, "mlp_bias": True},
+    ),
+    "glm": Decoder(model_type="glm", values={**_LLAMA, **_theta(100.0, partial_rotary_factor=0.5)}),
+    "glm4": Decoder(model_type="glm4", values={**_LLAMA, **_theta(100.0, partial_rotary_factor=0.5)}),
     "phi": Decoder(
         model_type="phi",
         values={**_LLAMA, **_theta(100.0, partial_rotary_factor=0.5)},

@@ -1,41 +1,33 @@
-"""The Hugging Face decoders that are read, one record a `model_type`.
+"""The Hugging Face decoders whose norms are LayerNorm, one record a `model_type`: GPT-2 and its kin.
 
-In: nothing. Out: `DECODER_FAMILIES`. A row says what a family fixes beyond the defaults of `DecoderFamily`, as
+In: nothing. Out: `LAYER_NORM_DECODERS`. A row says what a family fixes beyond the defaults of `DecoderFamily`, as
 transformers' configuration and modelling classes have it; the keys are read in `huggingface_config.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from graphport.model_def import decoder_tensors
 from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import NormConfig
-from graphport.model_def.decoder_family import COMMON_KEYS, DecoderFamily, Flag, Number
+from graphport.model_def.decoder_family import DecoderFamily, Flag, Number, keys_of
 from graphport.model_def.huggingface_values import Values, read_flag
 from graphport.model_def.huggingface_windows import WindowRule
 from graphport.model_def.rotary_parameters import RotaryRule
 
 _LAYER_NORM = NormConfig(kind="layer", bias=True)
-_GEMMA_NORM = NormConfig(unit_offset=True)
-_EPSILON = "layer_norm_eps"
-_FALCON_EPSILON = "layer_norm_epsilon"
-_BIAS, _MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
-
-
-def _keys(*without: str, **own: str) -> Mapping[str, str]:
-    """The common keys, without some, with a family's own spelling of others."""
-    return {name: key for name, key in {**COMMON_KEYS, **own}.items() if name not in without}
-
-
-def _gpt_neox(family: DecoderFamily, values: Values) -> DecoderFamily:
-    is_parallel = read_flag(values, "use_parallel_residual", default=True)
-    return family if is_parallel else dataclasses.replace(family, norm_order="pre")
+_EPSILON, _FALCON_EPSILON = "layer_norm_eps", "layer_norm_epsilon"
+_BIAS = Flag("attention_bias")
 
 
 def _stablelm(family: DecoderFamily, values: Values) -> DecoderFamily:
     if not read_flag(values, "use_parallel_residual"):
         return family
     return dataclasses.replace(family, norm_order="parallel", feed_forward_norm=False)
+
+
+def _gpt_neox(family: DecoderFamily, values: Values) -> DecoderFamily:
+    is_parallel = read_flag(values, "use_parallel_residual", default=True)
+    return family if is_parallel else dataclasses.replace(family, norm_order="pre")
 
 
 def _opt(family: DecoderFamily, values: Values) -> DecoderFamily:
@@ -50,12 +42,6 @@ def _opt(family: DecoderFamily, values: Values) -> DecoderFamily:
     return dataclasses.replace(family, has_final_norm=not read_flag(values, "_remove_final_layer_norm"))
 
 
-def _gemma(family: DecoderFamily, values: Values) -> DecoderFamily:
-    if values.get("hidden_activation") is None:
-        return family
-    return dataclasses.replace(family, keys=_keys(activation="hidden_activation"))
-
-
 def _falcon(family: DecoderFamily, values: Values) -> DecoderFamily:
     """One norm or two beside each other, or one after the other; a kv head for all, for groups, or for each."""
     is_new = read_flag(values, "new_decoder_architecture")
@@ -68,7 +54,9 @@ def _falcon(family: DecoderFamily, values: Values) -> DecoderFamily:
             f"parallel_attn {is_parallel} is no shape of transformers' Falcon"
         )
     if not is_new:
-        keys = _keys("kv_heads", "head_dim", width="ffn_hidden_size", activation="activation", epsilon=_FALCON_EPSILON)
+        keys = keys_of(
+            "kv_heads", "head_dim", width="ffn_hidden_size", activation="activation", epsilon=_FALCON_EPSILON
+        )
         one_for_all = read_flag(values, "multi_query", default=True)
         family = dataclasses.replace(
             family, keys=keys, kv_heads=1 if one_for_all else None, ignored=(*family.ignored, "num_kv_heads")
@@ -78,117 +66,11 @@ def _falcon(family: DecoderFamily, values: Values) -> DecoderFamily:
     return family if is_parallel else dataclasses.replace(family, norm_order="pre", feed_forward_norm=True)
 
 
-DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
-    DecoderFamily(
-        model_type="llama", kv_heads_default=True, qkv_bias=_BIAS, output_bias=_BIAS, feed_forward_bias=_MLP_BIAS
-    ),
-    DecoderFamily(model_type="mistral", window=WindowRule(default=4096)),
-    DecoderFamily(
-        model_type="qwen2",
-        qkv_bias=True,
-        window=WindowRule(default=4096, needs_flag=True, first_key="max_window_layers"),
-    ),
-    DecoderFamily(
-        model_type="qwen3",
-        head_dim=128,
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        qk_norm_over="head",
-        window=WindowRule(default=4096, needs_flag=True, first_key="max_window_layers"),
-    ),
-    DecoderFamily(
-        model_type="smollm3",
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        feed_forward_bias=_MLP_BIAS,
-        rotary=RotaryRule(theta=2_000_000.0, flags_key="no_rope_layers", flags_interval_key="no_rope_layer_interval"),
-        window=WindowRule(needs_flag=True),
-        ignored=("max_window_layers",),
-    ),
-    DecoderFamily(
-        model_type="granite",
-        kv_heads_default=True,
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        feed_forward_bias=_MLP_BIAS,
-        attention_scale=Number("attention_multiplier", 1.0),
-        residual_scale=Number("residual_multiplier", 1.0),
-        embedding_scale=Number("embedding_multiplier", 1.0),
-        logit_scale=Number("logits_scaling", 1.0, power=-1.0),
-    ),
-    DecoderFamily(
-        model_type="olmo2",
-        tensors=decoder_tensors.OLMO2,
-        kv_heads_default=True,
-        epsilon=1e-5,
-        norm_order="output",
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        qk_norm_over="width",
-    ),
-    DecoderFamily(
-        model_type="gemma",
-        head_dim=256,
-        activation="gelu_pytorch_tanh",
-        norm=_GEMMA_NORM,
-        refine=_gemma,
-        refined_by=("hidden_act", "hidden_activation"),
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        embedding_scale=Number("hidden_size", power=0.5),
-        neutral={"use_bidirectional_attention": (None, False)},
-    ),
-    DecoderFamily(
-        model_type="gemma2",
-        tensors=decoder_tensors.GEMMA_SANDWICH,
-        keys=_keys(activation="hidden_activation"),
-        head_dim=256,
-        activation="gelu_pytorch_tanh",
-        norm=_GEMMA_NORM,
-        norm_order="sandwich",
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        window=WindowRule(default=4096, period=2),
-        attention_scale=Number("query_pre_attn_scalar", 256.0, power=-0.5),
-        attention_softcap=Number("attn_logit_softcapping", 50.0),
-        logit_softcap=Number("final_logit_softcapping", 30.0),
-        embedding_scale=Number("hidden_size", power=0.5),
-        neutral={"use_bidirectional_attention": (None, False)},
-        ignored=("hidden_act", "cache_implementation", "sliding_window_size"),
-    ),
-    DecoderFamily(
-        model_type="gemma3_text",
-        tensors=decoder_tensors.GEMMA_SANDWICH,
-        keys=_keys(activation="hidden_activation"),
-        head_dim=256,
-        activation="gelu_pytorch_tanh",
-        norm=_GEMMA_NORM,
-        norm_order="sandwich",
-        qkv_bias=_BIAS,
-        output_bias=_BIAS,
-        qk_norm_over="head",
-        rotary=RotaryRule(theta=1_000_000.0, local_theta=10_000.0, local_theta_key="rope_local_base_freq"),
-        window=WindowRule(default=4096, period=6, period_key="sliding_window_pattern"),
-        attention_scale=Number("query_pre_attn_scalar", 256.0, power=-0.5),
-        attention_softcap=Number("attn_logit_softcapping"),
-        logit_softcap=Number("final_logit_softcapping"),
-        embedding_scale=Number("hidden_size", power=0.5),
-        neutral={"use_bidirectional_attention": (None, False)},
-        ignored=("hidden_act", "cache_implementation", "_sliding_window_pattern"),
-    ),
-    DecoderFamily(
-        model_type="phi3",
-        tensors=decoder_tensors.PHI3,
-        kv_heads_default=True,
-        epsilon=1e-5,
-        rotary=RotaryRule(reads_partial=True, type_aliases={"su": "longrope", "yarn": "longrope"}),
-        window=WindowRule(),
-        ignored=("auto_map",),  # the code of the hub's folder, which transformers has too
-    ),
+LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="phi",
         tensors=decoder_tensors.PHI,
-        keys=_keys(epsilon=_EPSILON),
+        keys=keys_of(epsilon=_EPSILON),
         kv_heads_default=True,
         epsilon=1e-5,
         activation="gelu_new",
@@ -206,7 +88,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     ),
     DecoderFamily(
         model_type="cohere",
-        keys=_keys(epsilon=_EPSILON),
+        keys=keys_of(epsilon=_EPSILON),
         kv_heads_default=True,
         epsilon=1e-5,
         norm=NormConfig(kind="layer"),
@@ -220,7 +102,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     ),
     DecoderFamily(
         model_type="stablelm",
-        keys=_keys("head_dim", epsilon=_EPSILON),
+        keys=keys_of("head_dim", epsilon=_EPSILON),
         epsilon=1e-5,
         norm=_LAYER_NORM,
         refine=_stablelm,
@@ -233,7 +115,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="starcoder2",
         tensors=decoder_tensors.STARCODER2,
-        keys=_keys(epsilon="norm_epsilon"),
+        keys=keys_of(epsilon="norm_epsilon"),
         epsilon=1e-5,
         activation="gelu_pytorch_tanh",
         norm=_LAYER_NORM,
@@ -251,7 +133,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="gpt_neox",
         tensors=decoder_tensors.GPT_NEOX,
-        keys=_keys("kv_heads", "head_dim", epsilon=_EPSILON),
+        keys=keys_of("kv_heads", "head_dim", epsilon=_EPSILON),
         epsilon=1e-5,
         activation="gelu",
         norm=_LAYER_NORM,
@@ -271,7 +153,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="gpt2",
         tensors=decoder_tensors.GPT2,
-        keys=_keys(
+        keys=keys_of(
             *("kv_heads", "head_dim"),
             hidden_size="n_embd",
             width="n_inner",
@@ -301,7 +183,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="opt",
         tensors=decoder_tensors.OPT,
-        keys=_keys("kv_heads", "head_dim", "epsilon", width="ffn_dim", activation="activation_function"),
+        keys=keys_of("kv_heads", "head_dim", "epsilon", width="ffn_dim", activation="activation_function"),
         epsilon=1e-5,
         activation="relu",
         norm=_LAYER_NORM,
@@ -319,7 +201,7 @@ DECODER_FAMILIES: tuple[DecoderFamily, ...] = (
     DecoderFamily(
         model_type="falcon",
         tensors=decoder_tensors.FALCON,
-        keys=_keys(
+        keys=keys_of(
             "head_dim",
             width="ffn_hidden_size",
             kv_heads="num_kv_heads",
