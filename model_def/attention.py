@@ -42,9 +42,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.output = nn.Linear(width, hidden_size, bias=config.output_bias)
-        is_by_head = config.qk_norm_over == "head"
-        self.query_norm = Norm(config.qk_norm, config.head_dim if is_by_head else width) if config.qk_norm else None
-        self.key_norm = Norm(config.qk_norm, config.head_dim if is_by_head else kv_width) if config.qk_norm else None
+        self.query_norm = _head_norm(config, config.num_heads) if config.qk_norm else None
+        self.key_norm = _head_norm(config, config.num_kv_heads) if config.qk_norm else None
 
     def forward(
         self,
@@ -151,3 +150,15 @@ class Attention(nn.Module):
 
     def _is_interleaved(self) -> bool:
         return self.config.rotary is not None and self.config.rotary.interleaved
+
+
+def _head_norm(config: AttentionConfig, num_heads: int) -> Norm:
+    """The norm of query or key heads, as wide as the config says."""
+    assert config.qk_norm is not None
+    match config.qk_norm_over:
+        case "head":
+            return Norm(config.qk_norm, config.head_dim)
+        case "each_head":
+            return Norm(config.qk_norm, config.head_dim, num_heads=num_heads)
+        case "width":
+            return Norm(config.qk_norm, num_heads * config.head_dim)

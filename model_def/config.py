@@ -56,7 +56,7 @@ class AttentionConfig:
     """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
 
     `window` w lets position i see (i-w, i], and without causality (i-w, i+w). `qk_norm_over`: each head is normed by
-    itself, with one weight for all, or all heads of a token at once (OLMo 2).
+    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2).
     """
 
     num_heads: int
@@ -65,7 +65,7 @@ class AttentionConfig:
     causal: bool = True
     window: int | None = None
     qk_norm: NormConfig | None = None
-    qk_norm_over: Literal["head", "width"] = "head"
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"
     softcap: float | None = None
     scale: float | None = None
     qkv_bias: bool = False
@@ -77,7 +77,7 @@ class AttentionConfig:
             require_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})")
-        require_choice("qk_norm_over", self.qk_norm_over, ("head", "width"))
+        require_choice("qk_norm_over", self.qk_norm_over, ("head", "each_head", "width"))
         for name in ("softcap", "scale"):
             if getattr(self, name) is not None:
                 require_positive(f"attention {name}", getattr(self, name))

@@ -97,7 +97,7 @@ class DecoderFamily:
     output_bias: bool | Flag = False
     feed_forward_bias: bool | Flag = False
     head_bias: bool = False
-    qk_norm_over: Literal["head", "width"] | None = None
+    qk_norm_over: Literal["head", "each_head", "width"] | None = None
     rotary: RotaryRule | None = RotaryRule()  # noqa: RUF009 - frozen
     position_offset: int | None = None
     window: WindowRule | None = None

@@ -19,6 +19,11 @@ _EPSILON, _FALCON_EPSILON = "layer_norm_eps", "layer_norm_epsilon"
 _BIAS = Flag("attention_bias")
 
 
+def _cohere(family: DecoderFamily, values: Values) -> DecoderFamily:
+    has_norms = read_flag(values, "use_qk_norm")
+    return dataclasses.replace(family, qk_norm_over="each_head") if has_norms else family
+
+
 def _stablelm(family: DecoderFamily, values: Values) -> DecoderFamily:
     if not read_flag(values, "use_parallel_residual"):
         return family
@@ -98,7 +103,8 @@ LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
         output_bias=_BIAS,
         rotary=RotaryRule(theta=500_000.0, interleaved=True),
         logit_scale=Number("logit_scale", 0.0625),
-        neutral={"use_qk_norm": (None, False)},
+        refine=_cohere,
+        refined_by=("use_qk_norm",),
     ),
     DecoderFamily(
         model_type="stablelm",

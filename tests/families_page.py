@@ -49,7 +49,7 @@ A parallel block adds attention and feed-forward to the stream in two sums; the 
 with the norm of the block after it. Where only outputs are normed (OLMo 2), only the last sum is.
 
 Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), the q/k norms
-of `cohere` (`use_qk_norm`), `stablelm` and `phi` (`qk_layernorm`), and any key that is not understood. A `model_type`
+of `stablelm` and `phi` (`qk_layernorm`), and any key that is not understood. A `model_type`
 that is not here is refused with the nearest family and the keys that keep the folder from being read as one. longrope
 is decoded up to the original length: keys in the cache would keep the factors of short texts.
 
@@ -90,7 +90,9 @@ def _norms(config: TransformerConfig) -> str:
     block = config.blocks[0]
     kind = {"rms": "RMS", "layer": "layer"}[block.norm.kind]
     shared = "" if block.feed_forward_norm else ", one for both"
-    heads = {"head": ", q/k by head", "width": ", q/k at once"}[block.attention.qk_norm_over]
+    heads = {"head": ", q/k by head", "each_head": ", q/k each head", "width": ", q/k at once"}[
+        block.attention.qk_norm_over
+    ]
     return f"{kind}, {block.norm_order}{shared}{heads if block.attention.qk_norm else ''}"
 
 

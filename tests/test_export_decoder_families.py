@@ -47,6 +47,7 @@ class Staged:
     exported: GraphRunner
     compiled: GraphRunner
     fusions: dict[str, int]
+    missed: tuple[str, ...]
     bundle: Path
     half: Path
 
@@ -73,12 +74,14 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     plan = CompilePlan(config=config, target=CPU, precision=CPU.precision("fp32"), max_length=length)
     half = dataclasses.replace(plan, target=CUDA, precision=CUDA.precision("fp16"))
     fusions: dict[str, int] = {}
+    missed: tuple[str, ...] = ()
     for stage, how in (("exported", None), ("compiled", plan), ("half", half)):
         (folder / stage).mkdir()
         staged_graph = graph.clone()
         if how is not None:
             reports = compile_graph(staged_graph, how)
             fusions = fusions or count_fusions(reports)
+            missed += tuple(miss.site for report in reports for miss in report.missed)
         write_graph(staged_graph, folder / stage)
     return Staged(
         decoder=DECODERS[request.param],
@@ -88,6 +91,7 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         exported=GraphRunner(folder / "exported" / GRAPH_FILE, config),
         compiled=GraphRunner(folder / "compiled" / GRAPH_FILE, config),
         fusions=fusions,
+        missed=missed,
         bundle=bundle.path,
         half=folder / "half" / GRAPH_FILE,
     )
@@ -111,6 +115,7 @@ def test_what_the_config_calls_for_is_fused(staged: Staged) -> None:
     assert staged.fusions["residual_norm"] == decoder.residual_norm
     assert staged.fusions["packed_qkv"] == staged.fusions["attention"] == layers
     assert staged.fusions["packed_gate_up"] == (layers if decoder.gated else 0)
+    assert all(site.startswith(("layer ", "final_norm")) for site in staged.missed), staged.missed
 
 
 def test_ragged_batches_decode_as_transformers_recomputes(staged: Staged) -> None:

@@ -143,7 +143,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "residual scale": (lambda: block(residual_scale=0.0), "residual_scale must be a positive number, got 0.0"),
     "q/k norm": (
         lambda: attention(qk_norm_over="heads"),
-        "qk_norm_over must be one of head, width; got 'heads'",
+        "qk_norm_over must be one of head, each_head, width; got 'heads'",
     ),
     "norm order": (
         lambda: block(norm_order="mid"),

@@ -184,7 +184,6 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("falcon new", {"num_kv_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
         ("opt", {"word_embed_proj_dim": 48}, r"word_embed_proj_dim \(48\) differs from hidden_size \(96\)"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
-        ("cohere", {"use_qk_norm": True}, "use_qk_norm = True"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
         ("stablelm", {"num_key_value_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
         ("gpt2", {"head_dim": 16}, "model_type gpt2 .* head_dim = 16"),

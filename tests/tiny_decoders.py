@@ -189,6 +189,11 @@ DECODERS: Mapping[str, Decoder] = {
         values={**_LLAMA, **_theta(100.0), "attention_bias": True, "logit_scale": 0.3},
         residual_norm=2,
     ),
+    "cohere with q/k norms": Decoder(
+        model_type="cohere",
+        values={**_LLAMA, **_theta(100.0), "use_qk_norm": True},
+        residual_norm=2,
+    ),
     "stablelm": Decoder(
         model_type="stablelm",
         values={**_WITHOUT_HEAD_DIM, **_theta(100.0, partial_rotary_factor=0.25), "use_qkv_bias": True},

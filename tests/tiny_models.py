@@ -204,6 +204,7 @@ def _attention_kinds() -> dict[str, TransformerConfig]:
         "window_of_one": {"window": 1},
         "qk_norm": {"qk_norm": NormConfig()},
         "qk_norm_unit_offset": {"qk_norm": NormConfig(unit_offset=True)},
+        "qk_norm_each_head": {"qk_norm": NormConfig(), "qk_norm_over": "each_head"},
         "softcap": {"softcap": 5.0},
         "softcap_window": {"softcap": 5.0, "window": 4},
         "own_scale": {"scale": 0.11},
