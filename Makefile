@@ -185,6 +185,11 @@ types: $(installed) ## check types (mypy, strict)
 imports: $(installed) ## check the direction of imports (import-linter)
 	$(bin)/lint-imports
 
+.PHONY: families
+families: $(installed) ## write docs/families.md from the table of families
+	$(bin)/python tests/families_page.py > docs/families.md.new
+	mv docs/families.md.new docs/families.md
+
 .PHONY: wheel
 wheel: $(installed) ## build dist/*.tar.gz and, from it, dist/*.whl
 	rm -rf dist

@@ -3,7 +3,8 @@
 Before: Add(a, b) -> sum; RMSNorm(sum, weight) | LayerNormalization(sum, weight, bias)
 After:  SkipSimplifiedLayerNormalization | SkipLayerNormalization(a, b, weight[, bias]) -> normal, sum
 
-The sum stays available where something else reads it (every pre-norm block does). Does not fuse across a broadcast.
+The sum stays available where something else reads it (every pre-norm block does). Of two norms that read one sum (a
+parallel block with two) the first fuses, the other reads its sum. Does not fuse across a broadcast.
 """
 
 import onnx_ir as ir
@@ -35,7 +36,7 @@ def fuse_residual_norm(model: ir.Model, plan: CompilePlan) -> PassReport:  # noq
         if (node.domain, node.op_type) not in _FUSED_OP:
             continue
         site = site_of(node.inputs[1])
-        if "query_norm" in site or "key_norm" in site:
+        if "query_norm" in site or "key_norm" in site or only_node(node.inputs[0], "Reshape") is not None:
             continue  # norms of heads stand inside attention, where no residual is
         miss = _find_obstacle(node)
         if miss is not None:

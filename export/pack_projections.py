@@ -171,11 +171,16 @@ def as_projection(value: ir.Value | None) -> Projection | None:
 
 
 def _find_projection(value: ir.Value | None) -> Projection | None:
-    """The projection behind a value, looking through the reshapes and the norm of a q/k norm."""
+    """The projection behind a value, looking through the reshapes and the norm of a q/k norm.
+
+    What a norm with weights for each head multiplies and adds afterwards are constants.
+    """
     found = as_projection(value)
     while found is None and value is not None:
         node = value.producer()
-        if node is None or node.op_type not in ("Reshape", "RMSNorm", "LayerNormalization"):
+        if node is None or node.op_type not in ("Reshape", "RMSNorm", "LayerNormalization", "Mul", "Add"):
+            return None
+        if node.op_type in ("Mul", "Add") and not (node.inputs[1] is not None and node.inputs[1].is_initializer()):
             return None
         value = node.inputs[0]
         found = as_projection(value)

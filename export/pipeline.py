@@ -22,7 +22,7 @@ from graphport.export.lower_padded_attention import lower_padded_attention
 from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
-from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.config import AttentionConfig, NormOrder, TransformerConfig
 
 PASSES: tuple[GraphPass, ...] = (
     clean_graph,
@@ -74,6 +74,10 @@ OPTIONAL_PASSES: dict[GraphPass, str] = {
 OPTIONAL_RULES = tuple(dict.fromkeys(OPTIONAL_PASSES.values()))
 
 _QKV, _GATE_UP = ("query", "key", "value"), ("gate", "up")
+
+# sums inside a block that a norm of the block reads, and the orders that begin with a norm
+_NORMED_SUMS_INSIDE: Mapping[NormOrder, int] = {"pre": 1, "post": 2, "sandwich": 1, "output": 0, "parallel": 0}
+_NORMS_FIRST = ("pre", "sandwich", "parallel")
 
 _MISSES_SHOWN = 8  # a rule that misses in every layer misses for one reason
 
@@ -128,6 +132,8 @@ def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
     """Whether the attention kernel of this target can take the q/k norm that the config asks for."""
     if not plan.target.qk_norm_inside or attention.qk_norm is None or attention.qk_norm.kind != "rms":
         return False
+    if attention.qk_norm_over != "head":
+        return False
     if plan.cache is not None or not attention.causal:  # see fuse_qk_norm; encoders' kernel takes no norms
         return False
     if plan.target.attention_limit(attention) is not None:
@@ -140,6 +146,8 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     """Sums that a norm reads: one inside every block, one at its end, one of the embeddings.
 
     What a sum broadcasts does not fuse: an encoder's positions are one row for all texts, a single token type a vector.
+    A parallel block adds twice and norms only the second sum, in the block after it (once, although two norms may read
+    it); the first Add stays. Where norms stand on the outputs alone, only the last sum of all is normed.
     """
     last_is_whole = config.token_types > 1 or (
         config.is_causal and config.position is not None and not config.token_types
@@ -148,9 +156,9 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     count = int(is_normed and last_is_whole)
     is_sum = last_is_whole and not is_normed  # whether the residual stream is a sum where the next block begins
     for block in config.blocks:
-        is_post = block.norm_order == "post"
-        count += (is_sum and not is_post) + (2 if is_post else 1)
-        is_sum = not is_post
+        count += is_sum and block.norm_order in _NORMS_FIRST
+        count += _NORMED_SUMS_INSIDE[block.norm_order]
+        is_sum = block.norm_order != "post"
     return count + (is_sum and config.final_norm is not None)
 
 

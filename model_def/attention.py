@@ -42,8 +42,8 @@ class Attention(nn.Module):
         self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.output = nn.Linear(width, hidden_size, bias=config.output_bias)
-        self.query_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
-        self.key_norm = Norm(config.qk_norm, config.head_dim) if config.qk_norm else None
+        self.query_norm = _head_norm(config, config.num_heads) if config.qk_norm else None
+        self.key_norm = _head_norm(config, config.num_kv_heads) if config.qk_norm else None
 
     def forward(
         self,
@@ -123,7 +123,11 @@ class Attention(nn.Module):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
+        if self.query_norm is None or self.key_norm is None:
+            return query, key, value
+        if self.config.qk_norm_over == "width":
+            query, key = self.query_norm(query), self.key_norm(key)
+        else:
             head = (*x.shape[:2], -1, self.config.head_dim)
             query = self.query_norm(query.reshape(head)).flatten(-2)
             key = self.key_norm(key.reshape(head)).flatten(-2)
@@ -146,3 +150,15 @@ class Attention(nn.Module):
 
     def _is_interleaved(self) -> bool:
         return self.config.rotary is not None and self.config.rotary.interleaved
+
+
+def _head_norm(config: AttentionConfig, num_heads: int) -> Norm:
+    """The norm of query or key heads, as wide as the config says."""
+    assert config.qk_norm is not None
+    match config.qk_norm_over:
+        case "head":
+            return Norm(config.qk_norm, config.head_dim)
+        case "each_head":
+            return Norm(config.qk_norm, config.head_dim, num_heads=num_heads)
+        case "width":
+            return Norm(config.qk_norm, num_heads * config.head_dim)

@@ -28,9 +28,10 @@ from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 NormKind = Literal["layer", "rms"]
-NormOrder = Literal["pre", "post", "sandwich"]
+NormOrder = Literal["pre", "post", "sandwich", "output", "parallel"]
 HeadKind = Literal["tied", "separate", "none"]
 
+_NORM_ORDERS = ("pre", "post", "sandwich", "output", "parallel")
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -54,7 +55,8 @@ class NormConfig:
 class AttentionConfig:
     """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
 
-    `window` w lets position i see (i-w, i], and without causality (i-w, i+w).
+    `window` w lets position i see (i-w, i], and without causality (i-w, i+w). `qk_norm_over`: each head is normed by
+    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2).
     """
 
     num_heads: int
@@ -63,6 +65,7 @@ class AttentionConfig:
     causal: bool = True
     window: int | None = None
     qk_norm: NormConfig | None = None
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"
     softcap: float | None = None
     scale: float | None = None
     qkv_bias: bool = False
@@ -74,6 +77,7 @@ class AttentionConfig:
             require_count(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})")
+        require_choice("qk_norm_over", self.qk_norm_over, ("head", "each_head", "width"))
         for name in ("softcap", "scale"):
             if getattr(self, name) is not None:
                 require_positive(f"attention {name}", getattr(self, name))
@@ -131,9 +135,12 @@ class FeedForwardConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
-    """One layer. pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))).
+    """One layer: attention, then feed-forward, each as f in the norm order.
 
-    `attention_norm` False: attention reads x as it is, normed already (ModernBERT's first layer, pre).
+    pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))); output: x + norm(f(x)) (OLMo 2);
+    parallel: x + attention(norm(x)) + feed_forward(norm(x)) (GPT-NeoX). `attention_norm` False: attention reads x as it
+    is, normed already (ModernBERT's first layer, pre). `feed_forward_norm` False: the feed-forward reads what attention
+    reads (parallel with one norm: Cohere, Phi). `residual_scale` multiplies what is added to x (Granite).
     """
 
     attention: AttentionConfig
@@ -141,9 +148,16 @@ class BlockConfig:
     norm: NormConfig
     norm_order: NormOrder = "pre"
     attention_norm: bool = True
+    feed_forward_norm: bool = True
+    residual_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        require_choice("norm_order", self.norm_order, ("pre", "post", "sandwich"))
+        require_choice("norm_order", self.norm_order, _NORM_ORDERS)
+        require_positive("residual_scale", self.residual_scale)
+        if not self.feed_forward_norm and self.norm_order != "parallel":
+            raise ConfigError(
+                f"feed_forward_norm may be left out of norm_order 'parallel' alone, got {self.norm_order!r}"
+            )
         if not self.attention_norm and self.norm_order != "pre":
             raise ConfigError(f"attention_norm may be left out of norm_order 'pre' alone, got {self.norm_order!r}")
 

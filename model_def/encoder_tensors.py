@@ -6,31 +6,19 @@ reads no weights by itself.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from graphport.model_def.checkpoint_record import Shape, account_for_tensors, stored_name
 from graphport.model_def.huggingface_encoders import EncoderFamily
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
+from graphport.model_def.stored_parts import StoredPart, needed_shapes
 
 # buffers that old versions of transformers saved
 _BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")
 
 # how checkpoints converted from TensorFlow call the parameters of a norm
 _OLD_ENDINGS = {".weight": ".gamma", ".bias": ".beta"}
-
-
-class StoredPart(NamedTuple):
-    """A parameter in the files: the tensor's name, and which of how many equal parts of its rows."""
-
-    name: str
-    part: int = 0
-    num_parts: int = 1
-
-    def read(self, files: WeightFiles) -> Tensor:
-        """The parameter as float32."""
-        return files.read(self.name).chunk(self.num_parts)[self.part].contiguous()
 
 
 def find_encoder_tensors(
@@ -44,8 +32,11 @@ def find_encoder_tensors(
     """
     has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
     prefix = family.prefix if has_prefix else ""
-    parts = {name: StoredPart(head[name]) if name in head else _part(name, prefix, family, files) for name in shapes}
-    needed = {part.name: (shapes[ours][0] * part.num_parts, *shapes[ours][1:]) for ours, part in parts.items()}
+    parts = {
+        name: StoredPart(head[name]) if name in head else _part(name, shape[0], prefix, family, files)
+        for name, shape in shapes.items()
+    }
+    needed = needed_shapes(parts, shapes)
     left_out = [name for name in files.tensors if name not in needed and _is_left_out(name, prefix, family)]
     present = {name: tensor for name, tensor in files.tensors.items() if name not in left_out}
     account_for_tensors(where, found={name: tensor.shape for name, tensor in present.items()}, needed=needed)
@@ -54,10 +45,13 @@ def find_encoder_tensors(
     return parts, [*notes, f"left out, of heads that are not used: {', '.join(heads)}"] if heads else notes
 
 
-def _part(name: str, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:
+def _part(name: str, num_rows: int, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:
     stored = stored_name(name, outer=family.outer, blocks=family.blocks, modules=family.modules)
     module = ".".join(name.split(".")[2:-1])
-    return StoredPart(_spelled(prefix + stored, files), *family.fused.get(module, (0, 1)))
+    rows = None
+    if module in family.fused:
+        rows = torch.arange(num_rows) + family.fused[module] * num_rows
+    return StoredPart(_spelled(prefix + stored, files), rows)
 
 
 def _spelled(name: str, files: WeightFiles) -> str:

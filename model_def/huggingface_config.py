@@ -1,13 +1,15 @@
 """config.json of the Hugging Face decoders that are read, key by key.
 
 In: a parsed config.json. Out: a `TransformerConfig` whose head is still undecided (tensors have a say), and notes.
-Every key is read, on the list of keys that do not change the computation, or refused by name.
+Every key is read, on the list of keys that do not change the computation, or refused by name. The families stand in
+`rms_norm_decoders.py` and `layer_norm_decoders.py`.
 """
 
-from dataclasses import dataclass
+import dataclasses
 
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import (
+    Activation,
     AttentionConfig,
     BlockConfig,
     FeedForwardConfig,
@@ -15,192 +17,204 @@ from graphport.model_def.config import (
     NormConfig,
     TransformerConfig,
 )
+from graphport.model_def.decoder_family import DecoderFamily, is_on
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_values import (
+    NEUTRAL_VALUES,
     Values,
     check_keys,
     or_default,
     read_activation,
-    read_flag,
     read_integer,
+    sort_keys,
 )
-from graphport.model_def.position_config import RotaryPosition
-from graphport.model_def.rotary_parameters import CONFIG_KEYS as ROTARY_KEYS
-from graphport.model_def.rotary_parameters import read_rotary
+from graphport.model_def.huggingface_windows import read_windows
+from graphport.model_def.layer_norm_decoders import LAYER_NORM_DECODERS
+from graphport.model_def.position_config import LearnedPosition, RotaryPosition
+from graphport.model_def.rms_norm_decoders import RMS_DECODERS
+from graphport.model_def.rotary_parameters import read_rotary, read_rotary_flags
+
+DECODER_FAMILIES = (*RMS_DECODERS, *LAYER_NORM_DECODERS)
+
+_OBSTACLES_SHOWN = 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """One `model_type`: the keys it has beyond the common ones, and what it fixes.
+def find_decoder_family(values: Values) -> DecoderFamily:
+    """The family that `model_type` names, as the other keys change it.
 
-    `default_head_dim` is taken when the key is absent (None: hidden_size / heads), as transformers' class does.
+    Raises CheckpointError for an unknown type, with the nearest family and the keys that keep it from being read so.
     """
-
-    model_type: str
-    keys: tuple[str, ...]
-    always_qkv_bias: bool = False
-    qk_norm: bool = False
-    default_head_dim: int | None = None
-    window_needs_flag: bool = False
-
-
-FAMILIES = (
-    Family(model_type="llama", keys=("attention_bias", "mlp_bias")),
-    Family(model_type="mistral", keys=("use_sliding_window", "sliding_window", "layer_types")),
-    Family(
-        model_type="qwen2",
-        keys=("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-        always_qkv_bias=True,
-        window_needs_flag=True,
-    ),
-    Family(
-        model_type="qwen3",
-        keys=("attention_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-        qk_norm=True,
-        default_head_dim=128,
-        window_needs_flag=True,
-    ),
-)
-
-# of transformers' configuration classes
-_DEFAULT_WINDOW = 4096
-_DEFAULT_MAX_WINDOW_LAYERS = 28
-
-_COMMON_KEYS = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
-    *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *ROTARY_KEYS,
-)
+    model_type = values.get("model_type")
+    for family in DECODER_FAMILIES:
+        if family.model_type == model_type:
+            return family if family.refine is None else family.refine(family, values)
+    known = [
+        *(family.model_type for family in DECODER_FAMILIES),
+        *(encoder.model_type for encoder in ENCODER_FAMILIES),
+    ]
+    raise CheckpointError(
+        f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}; {_nearest(values)}"
+    )
 
 
-def read_config(values: Values, *, head: HeadKind) -> tuple[TransformerConfig, list[str]]:
+def read_config(
+    values: Values, *, head: HeadKind, family: DecoderFamily | None = None
+) -> tuple[TransformerConfig, list[str]]:
     """The configuration that config.json describes, with `head` as decided, and notes.
 
     Raises CheckpointError for an unknown model type or key and for values that are not supported, and ConfigError
     for numbers that no transformer can have.
     """
-    family = _family(values.get("model_type"))
-    notes = check_keys(values, family.model_type, read=(*_COMMON_KEYS, *family.keys))
-    num_layers = read_integer(values, "num_hidden_layers")
-    windows = _windows(values, family, num_layers, notes)
-    layer_types = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
-    max_positions = read_integer(values, "max_position_embeddings")
-    rotary, rotary_notes = read_rotary(values, layer_types=layer_types, max_positions=max_positions)
-    norm = NormConfig(kind="rms", epsilon=or_default(values, "rms_norm_eps", 1e-6, notes))
-    feed_forward = FeedForwardConfig(
-        width=read_integer(values, "intermediate_size"),
-        activation=read_activation("hidden_act", or_default(values, "hidden_act", "silu", notes)),
-        bias=read_flag(values, "mlp_bias"),
+    family = family or find_decoder_family(values)
+    notes = check_keys(
+        values, family.model_type, read=family.read_keys, neutral=_neutral(family), ignored=family.ignored
     )
+    num_layers = read_integer(values, family.keys["layers"])
+    positions = read_integer(values, family.keys["positions"])
+    norm = _norm(values, family, notes)
+    feed_forward = FeedForwardConfig(
+        width=_width(values, family),
+        activation=_activation(values, family, notes),
+        gated=family.gated,
+        bias=is_on(family.feed_forward_bias, values),
+    )
+    residual_scale = family.residual_scale.read(values, notes) if family.residual_scale else None
     blocks = tuple(
         BlockConfig(
-            attention=_attention(values, family, norm=norm, rotary=rotary[layer_type], window=window),
+            attention=attention,
             feed_forward=feed_forward,
             norm=norm,
+            norm_order=family.norm_order,
+            feed_forward_norm=family.feed_forward_norm,
+            residual_scale=residual_scale or 1.0,
         )
-        for window, layer_type in zip(windows, layer_types, strict=True)
+        for attention in _attentions(values, family, num_layers, positions, norm, notes)
     )
+    offset = family.position_offset
+    embedding_scale = family.embedding_scale.read(values, notes) if family.embedding_scale else None
+    logit_scale = family.logit_scale.read(values, notes) if family.logit_scale else None
     config = TransformerConfig(
-        vocab_size=read_integer(values, "vocab_size"),
-        hidden_size=read_integer(values, "hidden_size"),
-        max_positions=max_positions,
+        vocab_size=read_integer(values, family.keys["vocab_size"]),
+        hidden_size=read_integer(values, family.keys["hidden_size"]),
+        max_positions=positions,
         blocks=blocks,
-        final_norm=norm,
+        position=None if offset is None else LearnedPosition(max_positions=positions, offset=offset),
+        embedding_scale=embedding_scale or 1.0,
+        final_norm=norm if family.has_final_norm else None,
         head=head,
+        head_bias=family.head_bias,
+        logit_scale=logit_scale or 1.0,
+        logit_softcap=family.logit_softcap.read(values, notes) if family.logit_softcap else None,
     )
-    return config, notes + rotary_notes
+    return config, list(dict.fromkeys(notes))
 
 
-def _family(model_type: object) -> Family:
-    for family in FAMILIES:
-        if family.model_type == model_type:
-            return family
-    known = [family.model_type for family in (*FAMILIES, *ENCODER_FAMILIES)]
-    raise CheckpointError(f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}")
+def _nearest(values: Values) -> str:
+    """The family that fewest keys of `values` keep from being read, and those keys."""
+    obstacles = {family.model_type: _obstacles(values, family) for family in DECODER_FAMILIES}
+    name = min(obstacles, key=lambda name: len(obstacles[name]))
+    found = obstacles[name]
+    if not found:
+        return f"{name} has all of its keys: set model_type to {name} if the computation is the same"
+    others = len(found) - _OBSTACLES_SHOWN
+    listed = ", ".join(found[:_OBSTACLES_SHOWN]) + (f" and {others} more" if others > 0 else "")
+    return f"nearest by its keys is {name}, which it is kept from by {listed}"
 
 
-def _attention(
-    values: Values, family: Family, *, norm: NormConfig, rotary: RotaryPosition, window: int | None
-) -> AttentionConfig:
-    num_heads = read_integer(values, "num_attention_heads")
-    has_bias = read_flag(values, "attention_bias")
-    return AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(values, family, num_heads),
-        head_dim=_head_dim(values, family, num_heads),
-        window=window,
-        qk_norm=norm if family.qk_norm else None,
-        qkv_bias=has_bias or family.always_qkv_bias,
-        output_bias=has_bias,
-        rotary=rotary,
-    )
+def _obstacles(values: Values, family: DecoderFamily) -> list[str]:
+    """Why `values` cannot be read as `family`: keys that it does not know, and those that it needs."""
+    _, refused = sort_keys(values, read=family.read_keys, neutral=_neutral(family), ignored=family.ignored)
+    missing = [key for key in family.required_keys if values.get(key) is None]
+    return [*refused, *(f"{key} (missing)" for key in missing)]
 
 
-def _num_kv_heads(values: Values, family: Family, num_heads: int) -> int:
-    if values.get("num_key_value_heads") is not None:
-        return read_integer(values, "num_key_value_heads", positive=False)
-    if "num_key_value_heads" in values or family.model_type == "llama":
+def _neutral(family: DecoderFamily) -> dict[str, tuple[object, ...]]:
+    accepted = NEUTRAL_VALUES | dict(family.neutral)
+    return {key: allowed for key, allowed in accepted.items() if key not in family.ignored}
+
+
+def _norm(values: Values, family: DecoderFamily, notes: list[str]) -> NormConfig:
+    key = family.keys.get("epsilon")
+    epsilon = family.epsilon if key is None else or_default(values, key, family.epsilon, notes)
+    return dataclasses.replace(family.norm, epsilon=epsilon)
+
+
+def _activation(values: Values, family: DecoderFamily, notes: list[str]) -> Activation:
+    key = family.keys["activation"]
+    return read_activation(key, or_default(values, key, family.activation, notes))
+
+
+def _width(values: Values, family: DecoderFamily) -> int:
+    key = family.keys["width"]
+    if family.width_factor is None or values.get(key) is not None:
+        return read_integer(values, key)
+    return family.width_factor * read_integer(values, family.keys["hidden_size"])
+
+
+def _attentions(
+    values: Values, family: DecoderFamily, num_layers: int, positions: int, norm: NormConfig, notes: list[str]
+) -> list[AttentionConfig]:
+    """The attention of each layer."""
+    num_heads = read_integer(values, family.keys["heads"])
+    head_dim = _head_dim(values, family, num_heads)
+    windows = read_windows(values, family.window, family.model_type, num_layers, notes)
+    rotaries = _rotaries(values, family, windows, positions, notes)
+    scale = family.attention_scale.read(values, notes) if family.attention_scale else None
+    by_layer = family.scale_by_layer is not None and family.scale_by_layer.read(values)
+    scales = [(scale or head_dim**-0.5) / (layer + 1) if by_layer else scale for layer in range(num_layers)]
+    return [
+        AttentionConfig(
+            num_heads=num_heads,
+            num_kv_heads=_num_kv_heads(values, family, num_heads),
+            head_dim=head_dim,
+            window=window,
+            qk_norm=None if family.qk_norm_over is None else norm,
+            qk_norm_over=family.qk_norm_over or "head",
+            softcap=family.attention_softcap.read(values, notes) if family.attention_softcap else None,
+            scale=layer_scale,
+            qkv_bias=is_on(family.qkv_bias, values),
+            output_bias=is_on(family.output_bias, values),
+            rotary=rotary,
+        )
+        for window, rotary, layer_scale in zip(windows, rotaries, scales, strict=True)
+    ]
+
+
+def _rotaries(
+    values: Values, family: DecoderFamily, windows: list[int | None], positions: int, notes: list[str]
+) -> list[RotaryPosition | None]:
+    """The rotation of each layer, None for layers without."""
+    if family.rotary is None:
+        return [None] * len(windows)
+    layer_types = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
+    rotary, rotary_notes = read_rotary(values, family.rotary, layer_types=layer_types, max_positions=positions)
+    notes += rotary_notes
+    rotates = read_rotary_flags(values, family.rotary, len(windows))
+    return [rotary[kind] if turns else None for kind, turns in zip(layer_types, rotates, strict=True)]
+
+
+def _num_kv_heads(values: Values, family: DecoderFamily, num_heads: int) -> int:
+    key = family.keys.get("kv_heads")
+    if key is None:
+        return num_heads if family.kv_heads is None else family.kv_heads
+    if values.get(key) is not None:
+        return read_integer(values, key, positive=False)
+    if key in values or family.kv_heads_default:
         return num_heads
-    raise CheckpointError(f"config.json: num_key_value_heads is missing; model_type {family.model_type} needs it")
+    raise CheckpointError(f"config.json: {key} is missing; model_type {family.model_type} needs it")
 
 
-def _head_dim(values: Values, family: Family, num_heads: int) -> int:
-    if values.get("head_dim") is not None:
-        return read_integer(values, "head_dim")
-    if "head_dim" not in values and family.default_head_dim is not None:
-        return family.default_head_dim
-    hidden_size = read_integer(values, "hidden_size")
+def _head_dim(values: Values, family: DecoderFamily, num_heads: int) -> int:
+    key = family.keys.get("head_dim")
+    if key is not None and values.get(key) is not None:
+        return read_integer(values, key)
+    if key is not None and key not in values and family.head_dim is not None:
+        return family.head_dim
+    size_key, heads_key = family.keys["hidden_size"], family.keys["heads"]
+    hidden_size = read_integer(values, size_key)
     if hidden_size % num_heads:
+        advice = "; give head_dim" if key is not None else ""
         raise CheckpointError(
-            f"config.json: hidden_size ({hidden_size}) is no multiple of num_attention_heads ({num_heads}); "
-            "give head_dim"
+            f"config.json: {size_key} ({hidden_size}) is no multiple of {heads_key} ({num_heads}){advice}"
         )
     return hidden_size // num_heads
-
-
-def _windows(values: Values, family: Family, num_layers: int, notes: list[str]) -> list[int | None]:
-    """The sliding window of each layer; None sees everything."""
-    if "sliding_window" not in family.keys:
-        return [None] * num_layers
-    window = _window(values, family, notes)
-    listed = values.get("layer_types")
-    if listed is None:
-        first = 0
-        if window is not None and family.window_needs_flag:
-            stated = or_default(values, "max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, notes)
-            first = read_integer({"max_window_layers": stated}, "max_window_layers", positive=False)
-        return [window if layer >= first else None for layer in range(num_layers)]
-    return _listed_windows(family, listed, window=window, num_layers=num_layers)
-
-
-def _window(values: Values, family: Family, notes: list[str]) -> int | None:
-    """The window that is switched on, if any: qwen's flag switches it, mistral has no flag."""
-    flag = read_flag(values, "use_sliding_window", default=not family.window_needs_flag)
-    if (family.window_needs_flag and not flag) or values.get("sliding_window", 0) is None:
-        return None
-    window: int = or_default(values, "sliding_window", _DEFAULT_WINDOW, notes)
-    if not flag:
-        raise CheckpointError(
-            f"config.json: use_sliding_window is false, which model_type {family.model_type} does not read, and "
-            f"sliding_window is {window}; set sliding_window to null or remove the flag"
-        )
-    return read_integer({"sliding_window": window}, "sliding_window")
-
-
-def _listed_windows(family: Family, listed: object, *, window: int | None, num_layers: int) -> list[int | None]:
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(listed, list) or len(listed) != num_layers or not all(item in known for item in listed):
-        raise CheckpointError(
-            f"config.json: layer_types must list {num_layers} of {', '.join(known)}; got {listed!r:.200}"
-        )
-    if window is None and "sliding_attention" in listed:
-        raise CheckpointError(
-            "config.json: layer_types has sliding_attention, but sliding_window is null or switched off"
-        )
-    if not family.window_needs_flag and window is not None and "full_attention" in listed:
-        raise CheckpointError(
-            f"config.json: model_type {family.model_type} uses sliding_window {window} in every layer, but layer_types "
-            "lists full_attention"
-        )
-    return [window if item == "sliding_attention" else None for item in listed]

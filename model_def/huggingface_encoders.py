@@ -112,7 +112,7 @@ class EncoderFamily:
     `keys`: our name of a size to the config's key. `extra_keys` are read besides, or must be neutral. `prefix` stands
     before every tensor in a checkpoint with a head. `heads` are the prefixes of tensors that no embedding needs.
     `pads_first`: the row of the position table after that of the padding id is the first position's. `fused`: modules
-    of ours that are the n-th of m equal parts of the rows of the checkpoint's. `relative_bias`: scores have one.
+    of ours that are the n-th of the equal parts of the rows of the checkpoint's. `relative_bias`: scores have one.
     """
 
     model_type: str
@@ -125,7 +125,7 @@ class EncoderFamily:
     heads: tuple[str, ...] = ("pooler.", "cls.", "classifier.", "qa_outputs.")
     pads_first: bool = False
     relative_bias: bool = False
-    fused: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    fused: Mapping[str, int] = field(default_factory=dict)
 
 
 _BERT_EXTRA = ("type_vocab_size", "layer_norm_eps")
@@ -196,9 +196,9 @@ ENCODER_FAMILIES = (
         blocks="layers",
         modules=_MODERNBERT_BLOCKS,
         fused={
-            **{f"attention.{part}": (i, 3) for i, part in enumerate(("query", "key", "value"))},
-            "feed_forward.gate": (0, 2),
-            "feed_forward.up": (1, 2),
+            **{f"attention.{part}": i for i, part in enumerate(("query", "key", "value"))},
+            "feed_forward.gate": 0,
+            "feed_forward.up": 1,
         },
         heads=("head.", "decoder.", "classifier."),
     ),

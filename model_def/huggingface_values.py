@@ -13,7 +13,7 @@ from graphport.model_def.config import Activation
 Values = Mapping[str, Any]  # parsed JSON
 
 # accepted at the values that switch them off, in every family that does not read them
-_NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "pretraining_tp": (None, 1),
     "quantization_config": (None,),
     "is_encoder_decoder": (None, False),
@@ -72,7 +72,10 @@ _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
+    "gelu_python": "gelu",
     "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
@@ -83,7 +86,7 @@ def check_keys(
     model_type: str,
     *,
     read: Collection[str],
-    neutral: Mapping[str, tuple[object, ...]] = _NEUTRAL_VALUES,
+    neutral: Mapping[str, tuple[object, ...]] = NEUTRAL_VALUES,
     ignored: Collection[str] = (),
 ) -> list[str]:
     """A note on the keys that were ignored; raises CheckpointError for keys or values that may change the computation.
@@ -91,6 +94,19 @@ def check_keys(
     `read` are read elsewhere; those of `neutral` are ignored at the values that switch them off, those of `ignored` and
     of the common list always.
     """
+    left_out, refused = sort_keys(values, read=read, neutral=neutral, ignored=ignored)
+    if refused:
+        raise CheckpointError(
+            f"config.json: keys or values that are not supported for model_type {model_type} and may change "
+            f"the computation: {'; '.join(refused)}; remove them only if you know that they do nothing"
+        )
+    return [f"ignored config keys: {', '.join(sorted(left_out))}"] if left_out else []
+
+
+def sort_keys(
+    values: Values, *, read: Collection[str], neutral: Mapping[str, tuple[object, ...]], ignored: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """The keys that change nothing, and those, with their values, that may; see `check_keys`."""
     left_out, refused = [], []
     for key, value in values.items():
         if key in read:
@@ -100,12 +116,7 @@ def check_keys(
             left_out.append(key)
         else:
             refused.append(f"{key} = {value!r:.80}")
-    if refused:
-        raise CheckpointError(
-            f"config.json: keys or values that are not supported for model_type {model_type} and may change "
-            f"the computation: {'; '.join(refused)}; remove them only if you know that they do nothing"
-        )
-    return [f"ignored config keys: {', '.join(sorted(left_out))}"] if left_out else []
+    return left_out, refused
 
 
 def read_activation(key: str, name: object) -> Activation:

@@ -22,7 +22,7 @@ from graphport.model_def.huggingface_values import (
     read_integer,
 )
 from graphport.model_def.readout_config import PoolingConfig
-from graphport.model_def.rotary_parameters import read_rotary
+from graphport.model_def.rotary_parameters import RotaryRule, read_rotary
 
 _FULL, _LOCAL = "full_attention", "sliding_attention"
 _OLD_THETAS = {_FULL: "global_rope_theta", _LOCAL: "local_rope_theta"}  # before rope_parameters
@@ -54,7 +54,9 @@ def read_modernbert_config(values: Values) -> tuple[TransformerConfig, list[str]
         )
     max_positions = read_integer(values, "max_position_embeddings")
     layer_types = _layer_types(values)
-    rotary, rotary_notes = read_rotary(_rotary_values(values), layer_types=layer_types, max_positions=max_positions)
+    rotary, rotary_notes = read_rotary(
+        _rotary_values(values), RotaryRule(), layer_types=layer_types, max_positions=max_positions
+    )
     epsilon = or_default(values, "norm_eps", 1e-5, notes)
     norm = NormConfig(kind="layer", epsilon=epsilon, bias=read_flag(values, "norm_bias"))
     has_bias = read_flag(values, "attention_bias")

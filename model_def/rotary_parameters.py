@@ -6,7 +6,7 @@ In: the parsed config (`rope_theta` and `rope_scaling`, or `rope_parameters`, fl
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphport.model_def.checkpoint_record import CheckpointError
@@ -28,13 +28,41 @@ CONFIG_KEYS = (
     "original_max_position_embeddings",
 )
 
-DEFAULT_THETA = 10_000.0  # RotaryEmbeddingConfigMixin.default_theta of transformers 5
+_FLAGS_INTERVAL = 4  # SmolLM3Config's
 
 _ORIGINAL = "original_max_position_embeddings"
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _OUTSIDE = ("rope_theta", "partial_rotary_factor", _ORIGINAL)
 
 Values = Mapping[str, Any]  # parsed JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryRule:
+    """What a model type says of rotation beyond the common keys.
+
+    `theta` and `partial_factor` are transformers' defaults, `reads_partial` whether its classes read that key at all.
+    `aliases`: its own names of common keys. `type_aliases`: its own names of rope types. `local_theta`: that of sliding
+    layers whose key, `local_theta_key`, is absent; they have no scaling then. `flags_key`: a list of 0 and 1 a layer, 0
+    without rotation; `flags_interval` names the key of n where every n-th layer goes without, 4 by default.
+    """
+
+    theta: float = 10_000.0  # RotaryEmbeddingConfigMixin.default_theta of transformers 5
+    partial_factor: float = 1.0
+    reads_partial: bool = False
+    interleaved: bool = False
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    type_aliases: Mapping[str, str] = field(default_factory=dict)
+    local_theta: float | None = None
+    local_theta_key: str | None = None
+    flags_key: str | None = None
+    flags_interval_key: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The config keys that are read."""
+        own = (self.local_theta_key, self.flags_key, self.flags_interval_key)
+        return (*CONFIG_KEYS, *self.aliases, *(key for key in own if key is not None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +75,7 @@ class RotaryType:
 
 
 def read_rotary(
-    config: Values, *, layer_types: tuple[str, ...], max_positions: int
+    config: Values, rule: RotaryRule, *, layer_types: tuple[str, ...], max_positions: int
 ) -> tuple[dict[str, RotaryPosition], list[str]]:
     """One record for each of `layer_types`, and notes on what was assumed.
 
@@ -56,13 +84,49 @@ def read_rotary(
     rotary: dict[str, RotaryPosition] = {}
     notes: list[str] = []
     for layer_type in dict.fromkeys(layer_types):
-        rotary[layer_type], new_notes = _read_one(_gather(config, layer_type), max_positions)
+        rotary[layer_type], new_notes = _read_one(_gather(config, rule, layer_type), rule, max_positions)
         notes += [note for note in new_notes if note not in notes]
     return rotary, notes
 
 
-def _gather(config: Values, layer_type: str) -> dict[str, Any]:
+def read_rotary_flags(config: Values, rule: RotaryRule, num_layers: int) -> list[bool]:
+    """Whether each layer rotates; raises CheckpointError for a list that does not fit."""
+    if rule.flags_key is None or rule.flags_interval_key is None:
+        return [True] * num_layers
+    listed = config.get(rule.flags_key)
+    if listed is None:
+        interval = config.get(rule.flags_interval_key, _FLAGS_INTERVAL)
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise CheckpointError(
+                f"config.json: {rule.flags_interval_key} must be a positive integer, got {interval!r}"
+            )
+        return [(layer + 1) % interval != 0 for layer in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) != num_layers or not all(item in (0, 1) for item in listed):
+        raise CheckpointError(f"config.json: {rule.flags_key} must list {num_layers} of 0 and 1; got {listed!r:.200}")
+    return [bool(item) for item in listed]
+
+
+def _respell(config: Values, rule: RotaryRule) -> dict[str, Any]:
+    """The config with a family's own key names turned into the common ones."""
+    spelled = {key: value for key, value in config.items() if key not in rule.aliases}
+    for alias, key in rule.aliases.items():
+        if config.get(alias) is None:
+            continue
+        if spelled.get(key) not in (None, config[alias]):
+            raise CheckpointError(
+                f"config.json disagrees with itself: {alias} is {config[alias]!r} and {key} {spelled[key]!r}; keep "
+                "the one the weights were trained with"
+            )
+        spelled[key] = config[alias]
+    return spelled
+
+
+def _gather(config: Values, rule: RotaryRule, layer_type: str) -> dict[str, Any]:
     """All spellings merged; `type` becomes `rope_type`."""
+    if rule.local_theta is not None and layer_type == "sliding_attention" and not _is_nested(config):
+        stated = None if rule.local_theta_key is None else config.get(rule.local_theta_key)
+        return {"rope_theta": rule.local_theta if stated is None else stated}
+    config = _respell(config, rule)
     merged: dict[str, Any] = {}
     origin: dict[str, str] = {}
     sources: list[tuple[str, Values]] = [
@@ -79,12 +143,20 @@ def _gather(config: Values, layer_type: str) -> dict[str, Any]:
                     f"and {value!r} in {name}; keep the one the weights were trained with"
                 )
             merged[spelled], origin[spelled] = value, name
+    kind = merged.get("rope_type")
+    if isinstance(kind, str):
+        merged["rope_type"] = rule.type_aliases.get(kind, kind)
     if (
         merged.get("rope_type", "default") not in ("llama3", "yarn", "longrope")
         and origin.get(_ORIGINAL) == "config.json"
     ):
         del merged[_ORIGINAL]  # transformers reads this outer key for those three types only
     return merged
+
+
+def _is_nested(config: Values) -> bool:
+    values = config.get("rope_parameters")
+    return isinstance(values, dict) and any(key.endswith("_attention") for key in values)
 
 
 def _flat(name: str, values: object, layer_type: str) -> Values:
@@ -104,7 +176,7 @@ def _flat(name: str, values: object, layer_type: str) -> Values:
     return chosen
 
 
-def _read_one(values: dict[str, Any], max_positions: int) -> tuple[RotaryPosition, list[str]]:
+def _read_one(values: dict[str, Any], rule: RotaryRule, max_positions: int) -> tuple[RotaryPosition, list[str]]:
     notes = []
     name = values.get("rope_type") or "default"
     if not isinstance(name, str) or name not in _TYPES:
@@ -116,15 +188,16 @@ def _read_one(values: dict[str, Any], max_positions: int) -> tuple[RotaryPositio
         raise CheckpointError(f"config.json: rope_type {name} does not have {', '.join(extra)}")
     _check_values(values)
     if values.get("rope_theta") is None:
-        notes.append(f"rope_theta is nowhere in config.json; transformers' default {DEFAULT_THETA:g} was taken")
+        notes.append(f"rope_theta is nowhere in config.json; transformers' default {rule.theta:g} was taken")
     if _ORIGINAL in kind.may_have and values.get(_ORIGINAL) is None:
         notes.append(f"{_ORIGINAL} is absent; max_position_embeddings {max_positions} was taken, as transformers does")
     partial = values.get("partial_rotary_factor")
-    if partial is not None and partial != 1.0:
+    if partial is not None and partial != 1.0 and not rule.reads_partial:
         notes.append(f"partial_rotary_factor {partial} was applied; transformers' classes of this model type ignore it")
     rotary = RotaryPosition(
-        theta=DEFAULT_THETA if values.get("rope_theta") is None else values["rope_theta"],
-        partial_factor=1.0 if partial is None else partial,
+        theta=rule.theta if values.get("rope_theta") is None else values["rope_theta"],
+        partial_factor=rule.partial_factor if partial is None else partial,
+        interleaved=rule.interleaved,
         scaling=kind.build(values, max_positions),
     )
     return rotary, notes

@@ -25,14 +25,19 @@ class Block(nn.Module):
 
     def __init__(self, config: BlockConfig, hidden_size: int) -> None:
         super().__init__()
-        self.norm_order = config.norm_order
-        is_sandwich = config.norm_order == "sandwich"
-        self.attention_norm = Norm(config.norm, hidden_size) if config.attention_norm else None
+        self.norm_order, self.residual_scale = config.norm_order, config.residual_scale
+        norms_inputs = config.norm_order != "output"
+        norms_outputs = config.norm_order in ("sandwich", "output")
+
+        def norm(*, is_there: bool) -> Norm | None:
+            return Norm(config.norm, hidden_size) if is_there else None
+
+        self.attention_norm = norm(is_there=norms_inputs and config.attention_norm)
         self.attention = Attention(config.attention, hidden_size)
-        self.attention_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
-        self.feed_forward_norm = Norm(config.norm, hidden_size)
+        self.attention_output_norm = norm(is_there=norms_outputs)
+        self.feed_forward_norm = norm(is_there=norms_inputs and config.feed_forward_norm)
         self.feed_forward = FeedForward(config.feed_forward, hidden_size)
-        self.feed_forward_output_norm = Norm(config.norm, hidden_size) if is_sandwich else None
+        self.feed_forward_output_norm = norm(is_there=norms_outputs)
 
     def forward(
         self,
@@ -48,22 +53,30 @@ class Block(nn.Module):
 
     def before_attention(self, x: Tensor) -> Tensor:
         """What attention reads, x [B, S, W]."""
-        return x if self.norm_order == "post" or self.attention_norm is None else self.attention_norm(x)
+        return x if self.norm_order == "post" else self._normed(self.attention_norm, x)
 
     def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """The rest of the block, given the residual stream x and the attention's output [B, S, W]."""
-        if self.norm_order == "post" and self.attention_norm is not None:
-            x = self.attention_norm(x + attended)
-            normal: Tensor = self.feed_forward_norm(x + self.feed_forward(x))
-            return normal
-        if self.attention_output_norm is not None:
-            attended = self.attention_output_norm(attended)
-        x = x + attended
-        hidden = self.feed_forward(self.feed_forward_norm(x))
-        if self.feed_forward_output_norm is not None:
-            hidden = self.feed_forward_output_norm(hidden)
-        output: Tensor = x + hidden
-        return output
+        if self.norm_order == "post":
+            x = self._normed(self.attention_norm, x + self._scaled(attended))
+            return self._normed(self.feed_forward_norm, x + self._scaled(self.feed_forward(x)))
+        before = x
+        x = x + self._scaled(self._normed(self.attention_output_norm, attended))
+        hidden = self.feed_forward(self._before_feed_forward(before if self.norm_order == "parallel" else x))
+        return x + self._scaled(self._normed(self.feed_forward_output_norm, hidden))
+
+    def _before_feed_forward(self, x: Tensor) -> Tensor:
+        """What the feed-forward reads; a norm that it shares with attention is one node in a graph that was cleaned."""
+        is_shared = self.norm_order == "parallel" and self.feed_forward_norm is None
+        return self.before_attention(x) if is_shared else self._normed(self.feed_forward_norm, x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
+
+    @staticmethod
+    def _normed(norm: Norm | None, x: Tensor) -> Tensor:
+        """X after `norm`, or as it is where there is none."""
+        return x if norm is None else norm(x)
 
 
 class Transformer(nn.Module):

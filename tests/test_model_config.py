@@ -139,7 +139,16 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: FeedForwardConfig(width=4, activation="swish"),  # type: ignore[arg-type]
         "activation must be one of relu, gelu, gelu_tanh, silu; got 'swish'",
     ),
-    "norm order": (lambda: block(norm_order="mid"), "norm_order must be one of pre, post, sandwich; got 'mid'"),
+    "norm left out": (lambda: block(feed_forward_norm=False), "left out of norm_order 'parallel' alone, got 'pre'"),
+    "residual scale": (lambda: block(residual_scale=0.0), "residual_scale must be a positive number, got 0.0"),
+    "q/k norm": (
+        lambda: attention(qk_norm_over="heads"),
+        "qk_norm_over must be one of head, each_head, width; got 'heads'",
+    ),
+    "norm order": (
+        lambda: block(norm_order="mid"),
+        "norm_order must be one of pre, post, sandwich, output, parallel; got 'mid'",
+    ),
     "vocabulary": (lambda: decoder(block(), vocab_size=0), "vocab_size must be a positive number, got 0"),
     "hidden": (lambda: decoder(block(), hidden_size=40.5), "hidden_size must be a whole number, got 40.5"),
     "positions": (lambda: decoder(block(), max_positions=0), "max_positions must be a positive number, got 0"),

@@ -146,7 +146,10 @@ def test_scalings_take_transformers_defaults() -> None:
     ("change", "message"),
     [
         ({"model_type": "lama"}, "model_type 'lama' is not read.*nearest: llama"),
-        ({"model_type": None}, "model_type None is not read; known are llama, mistral, qwen2, qwen3, bert, roberta, "),
+        (
+            {"model_type": None},
+            "model_type None is not read; known are llama, mistral, qwen2, qwen3, smollm3, granite, ",
+        ),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; known are silu"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),

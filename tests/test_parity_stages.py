@@ -156,7 +156,8 @@ def test_attention_on_cuda_takes_packed_half_precision_heads_and_their_norms(sta
         assert query.dtype == ir.DataType.FLOAT16
         rotary, head_dim = attention.rotary, attention.head_dim
         rotates_inside = rotary is None or CUDA.rotary_limit(head_dim, rotary.rotary_dim(head_dim)) is None
-        has_norm = attention.qk_norm is not None and attention.qk_norm.kind == "rms"
+        is_by_head = attention.qk_norm_over == "head"
+        has_norm = attention.qk_norm is not None and attention.qk_norm.kind == "rms" and is_by_head
         if rotates_inside and (attention.qk_norm is None or has_norm):
             assert key is None, staged.kind
             assert value is None, staged.kind

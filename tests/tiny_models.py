@@ -204,6 +204,7 @@ def _attention_kinds() -> dict[str, TransformerConfig]:
         "window_of_one": {"window": 1},
         "qk_norm": {"qk_norm": NormConfig()},
         "qk_norm_unit_offset": {"qk_norm": NormConfig(unit_offset=True)},
+        "qk_norm_each_head": {"qk_norm": NormConfig(), "qk_norm_over": "each_head"},
         "softcap": {"softcap": 5.0},
         "softcap_window": {"softcap": 5.0, "window": 4},
         "own_scale": {"scale": 0.11},
@@ -270,6 +271,11 @@ def _norm_kinds() -> dict[str, TransformerConfig]:
         "post_norm": decoder(block(norm_order="post"), final_norm=None),
         "post_layer_norm": decoder(block(norm=LAYER_NORM, norm_order="post"), final_norm=None),
         "sandwich": decoder(block(norm=unit, norm_order="sandwich"), final_norm=unit),
+        "output_norm": decoder(block(of=attention(qk_norm=NormConfig(), qk_norm_over="width"), norm_order="output")),
+        "parallel": decoder(block(norm_order="parallel", residual_scale=0.4)),
+        "parallel_one_norm": decoder(
+            block(norm=layer_plain, norm_order="parallel", feed_forward_norm=False), final_norm=layer_plain
+        ),
     }
     for activation in ("relu", "gelu", "gelu_tanh", "silu"):
         for gated in (False, True):

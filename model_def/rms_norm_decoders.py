@@ -1,0 +1,180 @@
+"""The Hugging Face decoders whose norms are RMSNorm, one record a `model_type`: Llama and its kin.
+
+In: nothing. Out: `RMS_DECODERS`. A row says what a family fixes beyond the defaults of `DecoderFamily`, as
+transformers' configuration and modelling classes have it; the keys are read in `huggingface_config.py`.
+"""
+
+import dataclasses
+
+from graphport.model_def import decoder_tensors
+from graphport.model_def.config import NormConfig
+from graphport.model_def.decoder_family import DecoderFamily, Flag, Number, keys_of
+from graphport.model_def.huggingface_values import Values
+from graphport.model_def.huggingface_windows import WindowRule
+from graphport.model_def.rotary_parameters import RotaryRule
+
+_GEMMA_NORM = NormConfig(unit_offset=True)
+_GLM_EPSILON = 1.5625e-07
+_GLM_ROTARY = RotaryRule(partial_factor=0.5, reads_partial=True, interleaved=True)
+_BIAS, _MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
+
+
+def _gemma(family: DecoderFamily, values: Values) -> DecoderFamily:
+    if values.get("hidden_activation") is None:
+        return family
+    return dataclasses.replace(family, keys=keys_of(activation="hidden_activation"))
+
+
+RMS_DECODERS: tuple[DecoderFamily, ...] = (
+    DecoderFamily(
+        model_type="llama", kv_heads_default=True, qkv_bias=_BIAS, output_bias=_BIAS, feed_forward_bias=_MLP_BIAS
+    ),
+    DecoderFamily(model_type="mistral", window=WindowRule(default=4096)),
+    DecoderFamily(
+        model_type="qwen2",
+        qkv_bias=True,
+        window=WindowRule(default=4096, needs_flag=True, first_key="max_window_layers"),
+    ),
+    DecoderFamily(
+        model_type="qwen3",
+        head_dim=128,
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        qk_norm_over="head",
+        window=WindowRule(default=4096, needs_flag=True, first_key="max_window_layers"),
+    ),
+    DecoderFamily(
+        model_type="smollm3",
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        feed_forward_bias=_MLP_BIAS,
+        rotary=RotaryRule(theta=2_000_000.0, flags_key="no_rope_layers", flags_interval_key="no_rope_layer_interval"),
+        window=WindowRule(needs_flag=True),
+        ignored=("max_window_layers",),
+    ),
+    DecoderFamily(
+        model_type="granite",
+        kv_heads_default=True,
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        feed_forward_bias=_MLP_BIAS,
+        attention_scale=Number("attention_multiplier", 1.0),
+        residual_scale=Number("residual_multiplier", 1.0),
+        embedding_scale=Number("embedding_multiplier", 1.0),
+        logit_scale=Number("logits_scaling", 1.0, power=-1.0),
+    ),
+    DecoderFamily(
+        model_type="olmo2",
+        tensors=decoder_tensors.OLMO2,
+        kv_heads_default=True,
+        epsilon=1e-5,
+        norm_order="output",
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        qk_norm_over="width",
+    ),
+    DecoderFamily(
+        model_type="olmo3",
+        tensors=decoder_tensors.OLMO2,
+        kv_heads_default=True,
+        epsilon=1e-5,
+        norm_order="output",
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        qk_norm_over="width",
+        rotary=RotaryRule(theta=500_000.0, local_theta=500_000.0),
+        window=WindowRule(default=4096, period=4),
+    ),
+    DecoderFamily(
+        model_type="gemma",
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        norm=_GEMMA_NORM,
+        refine=_gemma,
+        refined_by=("hidden_act", "hidden_activation"),
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        embedding_scale=Number("hidden_size", power=0.5),
+        neutral={"use_bidirectional_attention": (None, False)},
+    ),
+    DecoderFamily(
+        model_type="gemma2",
+        tensors=decoder_tensors.GEMMA_SANDWICH,
+        keys=keys_of(activation="hidden_activation"),
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        norm=_GEMMA_NORM,
+        norm_order="sandwich",
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        window=WindowRule(default=4096, period=2),
+        attention_scale=Number("query_pre_attn_scalar", 256.0, power=-0.5),
+        attention_softcap=Number("attn_logit_softcapping", 50.0),
+        logit_softcap=Number("final_logit_softcapping", 30.0),
+        embedding_scale=Number("hidden_size", power=0.5),
+        neutral={"use_bidirectional_attention": (None, False)},
+        ignored=("hidden_act", "cache_implementation", "sliding_window_size"),
+    ),
+    DecoderFamily(
+        model_type="gemma3_text",
+        tensors=decoder_tensors.GEMMA_SANDWICH,
+        keys=keys_of(activation="hidden_activation"),
+        head_dim=256,
+        activation="gelu_pytorch_tanh",
+        norm=_GEMMA_NORM,
+        norm_order="sandwich",
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        qk_norm_over="head",
+        rotary=RotaryRule(theta=1_000_000.0, local_theta=10_000.0, local_theta_key="rope_local_base_freq"),
+        window=WindowRule(default=4096, period=6, period_key="sliding_window_pattern"),
+        attention_scale=Number("query_pre_attn_scalar", 256.0, power=-0.5),
+        attention_softcap=Number("attn_logit_softcapping"),
+        logit_softcap=Number("final_logit_softcapping"),
+        embedding_scale=Number("hidden_size", power=0.5),
+        neutral={"use_bidirectional_attention": (None, False)},
+        ignored=("hidden_act", "cache_implementation", "_sliding_window_pattern"),
+    ),
+    DecoderFamily(
+        model_type="phi3",
+        tensors=decoder_tensors.PHI3,
+        kv_heads_default=True,
+        epsilon=1e-5,
+        rotary=RotaryRule(reads_partial=True, type_aliases={"su": "longrope", "yarn": "longrope"}),
+        window=WindowRule(),
+        ignored=("auto_map",),  # the code of the hub's folder, which transformers has too
+    ),
+    DecoderFamily(
+        model_type="seed_oss",
+        head_dim=128,
+        qkv_bias=Flag("attention_bias", default=True),
+        output_bias=Flag("attention_out_bias"),
+        feed_forward_bias=_MLP_BIAS,
+        ignored=("residual_dropout",),
+    ),
+    DecoderFamily(
+        model_type="helium",
+        epsilon=1e-8,
+        head_dim=128,
+        qkv_bias=_BIAS,
+        feed_forward_bias=_MLP_BIAS,
+        rotary=RotaryRule(theta=100_000.0, interleaved=True),
+    ),
+    DecoderFamily(
+        model_type="glm",
+        tensors=decoder_tensors.GLM,
+        epsilon=_GLM_EPSILON,
+        head_dim=128,
+        qkv_bias=Flag("attention_bias", default=True),
+        rotary=_GLM_ROTARY,
+    ),
+    DecoderFamily(
+        model_type="glm4",
+        tensors=decoder_tensors.GLM4,
+        epsilon=_GLM_EPSILON,
+        head_dim=128,
+        norm_order="sandwich",
+        qkv_bias=Flag("attention_bias", default=True),
+        rotary=_GLM_ROTARY,
+    ),
+)
