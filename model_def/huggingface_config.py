@@ -16,6 +16,7 @@ from graphport.model_def.config import (
     TransformerConfig,
 )
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
+from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.huggingface_values import (
     Values,
     check_keys,
@@ -116,7 +117,7 @@ def _family(model_type: object) -> Family:
     for family in FAMILIES:
         if family.model_type == model_type:
             return family
-    known = [family.model_type for family in (*FAMILIES, *ENCODER_FAMILIES)]
+    known = [family.model_type for family in (*FAMILIES, *ENCODER_FAMILIES, *VISION_FAMILIES)]
     raise CheckpointError(f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}")
 
 
