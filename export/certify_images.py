@@ -107,7 +107,7 @@ class ImageEvidence:
 
 def one_by_one(batches: Sequence[Tensor]) -> list[Tensor]:
     """Every image as a batch of its own."""
-    return [image for batch in batches for image in batch.split(1)]
+    return [image for batch in batches for image in batch[:, None]]
 
 
 def eager_image_states(model: Transformer, batches: Sequence[Tensor]) -> States:

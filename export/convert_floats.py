@@ -1,7 +1,8 @@
 """The graph in half precision: weights, activations and caches; logits, an encoder's outputs and pixels stay float32.
 
 Before: every float tensor float32
-After:  every float tensor float16 or bfloat16, Cast at those outputs and inputs; norms keep float32 statistics (stash_type)
+After:  every float tensor float16 or bfloat16, Cast at those outputs and inputs; norms keep float32 statistics
+(stash_type)
 """
 
 from typing import Any

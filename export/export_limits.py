@@ -35,8 +35,9 @@ def require_numbers(*, seed: int, context: int | None) -> None:
 def require_float16_range(opened: SourceModel, config: TransformerConfig, *, max_length: int, seed: int) -> None:
     """Refuse a model whose activations on the parity text pass float16's largest number; names the first layer."""
     if config.image is not None:
-        what, peaks = "parity images", image_peaks(
-            opened.model, parity_images(config.image, max_length=max_length, seed=seed)
+        what, peaks = (
+            "parity images",
+            image_peaks(opened.model, parity_images(config.image, max_length=max_length, seed=seed)),
         )
     else:
         ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)

@@ -6,7 +6,8 @@ After, cuda: MultiHeadAttention(q, k, v, , lengths, bias)
 
 On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; lengths keep it on the fused kernels. A
 bias (relative positions, windows) leaves it the memory-efficient kernel, or the unfused one where that cannot take the
-length. Images are whole rows, so nothing masks them. Where no kernel takes the head size, the groups or a cap, the node stays and runs as its portable body.
+length. Images are whole rows, so nothing masks them. Where no kernel takes the head size, the groups or a cap, the node
+stays and runs as its portable body.
 """
 
 import numpy as np

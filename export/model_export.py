@@ -80,15 +80,15 @@ def export(
 
     `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `kv_cache` is int8,
     int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
-    (None: what the model was made for). `image_size` fixes the height and width of an image encoder's images (None: any
-    whole number of patches of up to `context` tokens). `accuracy_level` 0 multiplies quantised matrices by activations as they are, 4
-    by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of UTF-8 text on which int8,
-    int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of precision auto in nats (None:
-    0.01): the divergence that it may show on the part of that text that is held out. `require_fused` pins how often a
-    rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew.
-    `disable_passes` names rules that are not to fuse anything. `progress` is told each stage as it begins. Raises
-    ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError, TargetError, ExportError,
-    FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
+    (None: what the model was made for). `image_size` fixes the height and width of an image encoder's images (None:
+    any whole number of patches of up to `context` tokens). `accuracy_level` 0 multiplies quantised matrices by
+    activations as they are, 4 by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of
+    UTF-8 text on which int8, int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of
+    precision auto in nats (None: 0.01): the divergence that it may show on the part of that text that is held out.
+    `require_fused` pins how often a rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which
+    a matrix would be encoded anew. `disable_passes` names rules that are not to fuse anything. `progress` is told each
+    stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError,
+    TargetError, ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)

@@ -29,7 +29,7 @@ def ImagePatches(pixels: FLOAT, patch_height: int, patch_width: int) -> FLOAT:
 def CubicWeights(new: INT64, old: INT64) -> FLOAT:
     """The matrix [new, old] that resamples `old` values as `new` ones: bicubic, a = -0.75, edges repeated.
 
-    (Keys 1981, equation 4.) The sum over the four taps is a product, because a ReduceSum over a middle axis needs cuDNN.
+    (Keys 1981, equation 4.) The sum over the four taps is a product: a ReduceSum over a middle axis needs cuDNN.
     """
     step = op.Cast(old, to=1) / op.Cast(new, to=1)  # [1]
     source = (op.Cast(op.Range(0, op.Squeeze(new), 1), to=1) + 0.5) * step - 0.5  # [new]
@@ -47,9 +47,7 @@ def CubicWeights(new: INT64, old: INT64) -> FLOAT:
 
 
 @script(GRAPHPORT, default_opset=op)
-def PatchPositions(
-    table: FLOAT, pixels: FLOAT, patch_height: int, patch_width: int, rows: int, columns: int
-) -> FLOAT:
+def PatchPositions(table: FLOAT, pixels: FLOAT, patch_height: int, patch_width: int, rows: int, columns: int) -> FLOAT:
     """The table [rows * columns, W] interpolated to the patches of pixels [B, C, h, w], [P, W]: a product an axis."""
     old_rows = op.Reshape(op.Constant(value_int=rows), [1])
     old_columns = op.Reshape(op.Constant(value_int=columns), [1])

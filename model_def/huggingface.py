@@ -23,13 +23,13 @@ from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import read_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
 from graphport.model_def.huggingface_heads import read_classifier
-from graphport.model_def.huggingface_vision import find_vision_family
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
     read_special_tokens,
     read_tokenizer_json,
 )
+from graphport.model_def.huggingface_vision import find_vision_family
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
 from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe

@@ -16,7 +16,6 @@ from graphport.model_def.config import (
     TransformerConfig,
 )
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
-from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.huggingface_values import (
     Values,
     check_keys,
@@ -25,6 +24,7 @@ from graphport.model_def.huggingface_values import (
     read_flag,
     read_integer,
 )
+from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.rotary_parameters import CONFIG_KEYS as ROTARY_KEYS
 from graphport.model_def.rotary_parameters import read_rotary

@@ -64,7 +64,9 @@ def _parameters(ours: str, stored: str) -> dict[str, str]:
 
 
 def read_labels(values: Values) -> tuple[str, ...]:
-    """The texts of `id2label` in the order of their numbers; transformers leaves `id2label` out when there are two without names."""
+    """The texts of `id2label` in the order of their numbers; transformers leaves it out for two without
+    names.
+    """
     named = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
     if not isinstance(named, dict) or set(named) != {str(number) for number in range(len(named))}:
         raise CheckpointError(f"config.json: id2label must name the labels 0, 1, ...; got {named!r:.200}")

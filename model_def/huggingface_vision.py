@@ -1,16 +1,18 @@
-"""config.json and preprocessor_config.json of the Hugging Face image encoders that are read, key by key.
+"""config.json of the Hugging Face image encoders that are read, key by key.
 
 In: parsed JSON. Out: a `TransformerConfig` with `image`, and notes. Every key is read, on a list of keys that change
-nothing, or refused by name; the tensors stand in `vision_tensors.py`.
+nothing, or refused by name; the tensors stand in `vision_tensors.py`, pictures in
+`huggingface_preprocessing.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
 from graphport.model_def.huggingface_heads import read_labels
+from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.model_def.huggingface_values import (
     ENCODER_IGNORED,
     ENCODER_NEUTRAL,
@@ -27,13 +29,14 @@ from graphport.model_def.vision_config import (
     AttentionPoolConfig,
     ImageConfig,
     ImageReadoutConfig,
-    PreprocessingConfig,
     Selection,
     Size,
 )
 
 Layout = Literal["vit", "clip"]
 
+# of transformers' configuration classes
+_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
 _SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_size", "patch_size", "num_channels")
 _COMMON_KEYS = ("model_type", *_SIZE_KEYS, "hidden_act", "layer_norm_eps")
 _IGNORED = (
@@ -63,10 +66,8 @@ class VisionFamily:
     keys: tuple[str, ...] = ()
     inner: str | None = None
     classifies: Selection = "class"
-    defaults: Mapping[str, int] = field(default_factory=lambda: _BASE)
 
 
-_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "num_channels": 3}
 _VIT_KEYS = ("intermediate_size", "qkv_bias", "pooler_act", "pooler_output_size")
 _CLIP_KEYS = ("intermediate_size", "projection_dim")
 _SIGLIP_KEYS = ("intermediate_size", "vision_use_head")
@@ -150,13 +151,11 @@ def read_vision_config(
         ignored=_IGNORED,
         neutral=ENCODER_NEUTRAL,
     )
-    defaults = {**family.defaults, "patch_size": family.patch}
+    defaults = {**_BASE, "patch_size": family.patch}
     given = {key: or_default(tower, key, defaults[key], notes) for key in _SIZE_KEYS}
     hidden, heads = read_integer(given, "hidden_size"), read_integer(given, "num_attention_heads")
     if hidden % heads:
-        raise CheckpointError(
-            f"config.json: hidden_size ({hidden}) is no multiple of num_attention_heads ({heads})"
-        )
+        raise CheckpointError(f"config.json: hidden_size ({hidden}) is no multiple of num_attention_heads ({heads})")
     patch, size = _pair(given, "patch_size"), _pair(given, "image_size")
     epsilon = float(or_default(tower, "layer_norm_eps", family.epsilon, notes))
     norm = NormConfig(kind="layer", epsilon=epsilon, bias=True)
@@ -186,7 +185,7 @@ def read_vision_config(
             prefix_tokens=family.prefix_tokens,
             patch_bias=not is_clip,
             readout=_readout(values, tower, family, feed_forward, epsilon, facts, notes),
-            preprocessing=_preprocessing(preprocessor, notes),
+            preprocessing=read_preprocessing(preprocessor, notes),
         ),
     )
     return config, notes
@@ -281,73 +280,3 @@ def _readout(
     return ImageReadoutConfig(
         width=read_integer({"pooler_output_size": width}, "pooler_output_size"), activation=_POOLER_ACTIVATIONS[name]
     )
-
-
-_PREPROCESSING_READ = (
-    *("do_convert_rgb", "do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale"),
-    *("rescale_factor", "do_normalize", "image_mean", "image_std"),
-)
-_PREPROCESSING_IGNORED = (
-    *("image_processor_type", "feature_extractor_type", "processor_class", "default_to_square", "use_square_size"),
-    *("return_tensors", "data_format", "input_data_format", "device", "disable_grouping", "image_seq_length"),
-)
-_PREPROCESSING_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "do_pad": (None, False),
-    "pad_size": (None,),
-    "size_divisor": (None,),
-    "do_color_quantize": (None, False),
-    "auto_map": (None,),
-}
-
-
-def _preprocessing(values: Values, notes: list[str]) -> PreprocessingConfig | None:
-    """How pictures become pixels; None, and a note, for a file that is missing or asks for what is not understood."""
-    if not values:
-        notes.append("no preprocessor_config.json: the bundle takes pixels, not pictures")
-        return None
-    try:
-        notes += check_keys(
-            values,
-            "of preprocessor_config.json",
-            read=_PREPROCESSING_READ,
-            ignored=_PREPROCESSING_IGNORED,
-            neutral=_PREPROCESSING_NEUTRAL,
-        )
-        return PreprocessingConfig(
-            convert_rgb=read_flag(values, "do_convert_rgb"),
-            resize=_resize(values) if read_flag(values, "do_resize") else None,
-            resample=read_integer({"resample": values.get("resample", 2)}, "resample", positive=False),
-            crop=_crop(values) if read_flag(values, "do_center_crop") else None,
-            rescale=float(values.get("rescale_factor", 1 / 255)) if read_flag(values, "do_rescale") else None,
-            mean=_numbers(values, "image_mean") if read_flag(values, "do_normalize") else None,
-            std=_numbers(values, "image_std") if read_flag(values, "do_normalize") else None,
-        )
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"preprocessor_config.json: {error}") from error
-
-
-def _resize(values: Values) -> Size | int:
-    size: Any = values.get("size")
-    if isinstance(size, int):  # written by old versions: both edges, but for those that keep the ratio
-        return size if values.get("default_to_square") is False else (size, size)
-    if isinstance(size, dict) and set(size) == {"shortest_edge"}:
-        return read_integer(size, "shortest_edge")
-    if isinstance(size, dict) and set(size) == {"height", "width"}:
-        return read_integer(size, "height"), read_integer(size, "width")
-    raise CheckpointError(f"size must have height and width, or shortest_edge; got {size!r:.80}")
-
-
-def _crop(values: Values) -> Size:
-    size: Any = values.get("crop_size")
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, dict) and set(size) == {"height", "width"}:
-        return read_integer(size, "height"), read_integer(size, "width")
-    raise CheckpointError(f"crop_size must have height and width; got {size!r:.80}")
-
-
-def _numbers(values: Values, key: str) -> tuple[float, ...]:
-    numbers = values.get(key)
-    if not isinstance(numbers, list) or not all(isinstance(number, int | float) for number in numbers):
-        raise CheckpointError(f"{key} must be a list of numbers, got {numbers!r:.80}")
-    return tuple(float(number) for number in numbers)

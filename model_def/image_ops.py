@@ -36,8 +36,8 @@ def patch_positions(
 ) -> Tensor:
     """The table of positions [rows * columns, W] interpolated to the patches of `pixels` [B, C, h, w], [P, W].
 
-    Bicubic with a = -0.75, edges repeated, pixel centres aligned, in float32 whatever the table's type; the table itself
-    for images of its own size. (`interpolate_pos_encoding` of transformers.)
+    Bicubic with a = -0.75, edges repeated, pixel centres aligned, in float32 whatever the table's type; the table
+    itself for images of its own size. (`interpolate_pos_encoding` of transformers.)
     """
     size = (pixels.shape[2] // patch_height, pixels.shape[3] // patch_width)
     wide = table.to(torch.float32).reshape(1, rows, columns, -1).permute(0, 3, 1, 2)

@@ -1,7 +1,7 @@
 """A bidirectional Transformer over the patches of images: the module that is exported for image encoders.
 
-In: pixels. Out: hidden states, and one vector an image where the config reads one out. It has no weights of its own; the
-eager reference is `Transformer` itself.
+In: pixels. Out: hidden states, and one vector an image where the config reads one out. It has no weights of its own;
+the eager reference is `Transformer` itself.
 
 Shapes: `B` images of one size, `C` channels, `h`, `w` pixels, `S` tokens, `W` hidden size, `D` vector width.
 """
@@ -38,11 +38,12 @@ def check_can_encode_images(config: TransformerConfig, max_length: int) -> None:
     """Raise ConfigError unless `config` can be exported for images of up to `max_length` tokens."""
     if config.image is None:
         raise ConfigError("an image encoder needs patches; this config reads token ids")
-    size = config.image.fixed_size or config.image.patch_size
+    size, what = config.image.fixed_size or config.image.patch_size, "the smallest image"
+    if config.image.fixed_size is not None:
+        what = "an image of the fixed size"
     least = config.image.num_tokens(*size)
     if not least <= max_length <= config.max_positions:
         raise ConfigError(
-            f"max_length ({max_length}) must lie in {least}, the tokens of {'an' if config.image.fixed_size else 'the'} "
-            f"{'image of the fixed size' if config.image.fixed_size else 'smallest image'}, .. {config.max_positions}; "
+            f"max_length ({max_length}) must lie in {least}, the tokens of {what}, .. {config.max_positions}; "
             "choose it with --context"
         )

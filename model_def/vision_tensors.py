@@ -164,7 +164,7 @@ class _Names:
         assert image is not None
         place, width, count = f"{self._prefix}embeddings.", self._config.hidden_size, image.prefix_tokens
         rows = count + image.grid[0] * image.grid[1]
-        table = {f"{place}position_embedding.weight": (rows, width)}
+        table: dict[str, Shape] = {f"{place}position_embedding.weight": (rows, width)}
         if not self._is_clip:
             table = {f"{place}position_embeddings": (1, rows, width)}
         if ours == "patches.positions":
@@ -175,8 +175,9 @@ class _Names:
             tokens = dict.fromkeys(names, (width,) if self._is_clip else (1, 1, width))
             return Source(
                 {**table, **tokens},
-                lambda stored, *each: cat([token.reshape(1, width) for token in each])
-                + stored.reshape(rows, width)[:count],
+                lambda stored, *each: (
+                    cat([token.reshape(1, width) for token in each]) + stored.reshape(rows, width)[:count]
+                ),
             )
         kind = ours.rpartition(".")[2]
         stored = f"{place}{'patch_embedding' if self._is_clip else 'patch_embeddings.projection'}.{kind}"

@@ -249,5 +249,6 @@ def label_probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> ND
 
 
 def require_finite(values: NDArray[np.float32]) -> None:
+    """Raise FloatingPointError when a value is NaN or infinite."""
     if not np.isfinite(values).all():
         raise FloatingPointError("the model overflowed: a hidden state is not finite; export it with --precision bf16")

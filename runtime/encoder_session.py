@@ -1,7 +1,7 @@
-"""One encoder graph on ONNX Runtime: opened, checked against its manifest, and run a padded batch or images of one size at a time.
+"""One encoder graph on ONNX Runtime: opened, checked against its manifest, and run a batch at a time.
 
-In: a checked bundle, rows of ids or pixels. Out: hidden states or embeddings. It batches nothing and encodes no text; several
-threads may run it at once. Legend: B rows, S tokens of the longest, W hidden size.
+In: a checked bundle, rows of ids or images of one size. Out: hidden states or what is read out of them. It batches
+nothing and encodes no text; several threads may run it at once. Legend: B rows, S tokens of the longest, W hidden size.
 """
 
 from collections.abc import Mapping, Sequence

@@ -58,8 +58,8 @@ def load_image_encoder(
 class ImageEncoder:
     """An open image encoder. Methods may be called from several threads.
 
-    Images are one float32 array [n, C, h, w], or a list of arrays [C, h, w], files and pictures of Pillow's; the last two
-    go through the model's own preprocessing and need Pillow. Attributes: `device`, `device_id`, `provider_options`,
+    Images are one float32 array [n, C, h, w], or a list of arrays [C, h, w], files and pictures of Pillow's; the last
+    two go through the model's own preprocessing and need Pillow. Attributes: `device`, `device_id`, `provider_options`,
     `memory_plan`, `threads`, `max_batch`, `max_length` in tokens, `dimension` D or W, `image`, `manifest`.
     """
 
@@ -113,8 +113,8 @@ class ImageEncoder:
     ) -> NDArray[np.float32]:
         """One vector an image, float32 [n, D], in the order of `images`.
 
-        batch_size: images of one size that run together, at most and by default `max_batch`. normalize: scale vectors to
-        length 1; a vector of zeros stays. Raises TypeError and ValueError for images before any runs, and
+        batch_size: images of one size that run together, at most and by default `max_batch`. normalize: scale vectors
+        to length 1; a vector of zeros stays. Raises TypeError and ValueError for images before any runs, and
         FloatingPointError when the model overflows.
         """
         if self.image.readout is None or self.labels:
@@ -130,8 +130,8 @@ class ImageEncoder:
     def classify_images(self, images: "Images", *, batch_size: int | None = None) -> NDArray[np.float32]:
         """Probabilities of `labels` for each image, float32 [n, L]; arguments and errors as of `encode_images`.
 
-        A row sums to 1, or its numbers lie between 0 and 1 each where labels do not exclude each other; of a single label
-        the score is given as it is.
+        A row sums to 1, or its numbers lie between 0 and 1 each where labels do not exclude each other; of a single
+        label the score is given as it is.
         """
         readout = self.image.readout
         if readout is None or not readout.labels:
@@ -195,9 +195,8 @@ class ImageEncoder:
             raise TypeError(f"images must be an array or a list, got {type(images).__name__}; use [image]")
         return [self._checked_image(image, f"image {index}") for index, image in enumerate(images)]
 
-    def _checked_image(self, image: Any, name: str) -> Pixels:  # noqa: ANN401 - what a caller gives
-        if not isinstance(image, np.ndarray):
-            image = self._from_picture(image, name)
+    def _checked_image(self, given: Any, name: str) -> Pixels:  # noqa: ANN401 - what a caller gives
+        image: NDArray[Any] = given if isinstance(given, np.ndarray) else self._from_picture(given, name)
         if image.dtype != np.float32:
             raise TypeError(
                 f"{name} is of type {image.dtype}; pixels are float32, scaled and normalised as the model was trained "
@@ -214,8 +213,8 @@ class ImageEncoder:
         tokens = self.image.num_tokens(height, width)
         if tokens > self.max_length:
             raise ValueError(
-                f"{name} of {height} x {width} has {tokens} tokens, more than max_length ({self.max_length}); resize it, "
-                "or export with a larger --context"
+                f"{name} of {height} x {width} has {tokens} tokens, more than max_length ({self.max_length}); resize "
+                "it, or export with a larger --context"
             )
         if not np.isfinite(image).all():
             raise ValueError(f"{name} holds values that are not finite")

@@ -1,7 +1,7 @@
 """Open a bundle of any kind.
 
-In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder` or an `ImageEncoder`, as the manifest says. It opens nothing
-itself.
+In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder` or an `ImageEncoder`, as the manifest says. It
+opens nothing itself.
 """
 
 import os
@@ -72,7 +72,8 @@ def load(
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
         raise ValueError(
-            f"{names} cannot be heeded: {files.folder} is an {files.manifest.kind}, which has no cache and no decode steps"
+            f"{names} cannot be heeded: {files.folder} is an {files.manifest.kind}, which has no cache and no decode "
+            "steps"
         )
     if files.manifest.kind == "image_encoder":
         return ImageEncoder(

@@ -1,7 +1,7 @@
 """Pictures to the pixels that an image encoder takes: colours, size, crop, scale, mean and deviation.
 
-In: a picture of Pillow's or a file, a `PreprocessingConfig`. Out: float32 [C, h, w]. The steps and their rounding are those
-of the slow image processors of transformers. It needs Pillow (extra `vision`) when it is called.
+In: a picture of Pillow's or a file, a `PreprocessingConfig`. Out: float32 [C, h, w]. The steps and their rounding are
+those of the slow image processors of transformers. It needs Pillow (extra `vision`) when it is called.
 """
 
 import os
@@ -27,8 +27,8 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
         from PIL import Image, UnidentifiedImageError
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{name} is a {type(source).__name__}, and pictures need Pillow: pip install 'graphport[vision]'; pixels are "
-            "given as float32 arrays [channels, height, width]"
+            f"{name} is a {type(source).__name__}, and pictures need Pillow: pip install 'graphport[vision]'; pixels "
+            "are given as float32 arrays [channels, height, width]"
         ) from error
     if isinstance(source, Image.Image):
         return source

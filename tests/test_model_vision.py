@@ -81,19 +81,29 @@ def test_weights_of_a_folder_that_do_not_fit_are_named(folder: Path, tmp_path: P
     del tensors["encoder.layer.1.output.dense.bias"]
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"missing: encoder\.layer\.1\.output\.dense\.bias; not part .*extra; wrong"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: encoder\.layer\.1\.output\.dense\.bias; not part .*extra; wrong"
+    ):
         load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("file", "changes", "reason"),
     [
-        ("config.json", {"swin_window": 7}, "keys or values that are not supported for model_type vit .*swin_window = 7"),
+        (
+            "config.json",
+            {"swin_window": 7},
+            "keys or values that are not supported for model_type vit .*swin_window = 7",
+        ),
         ("config.json", {"num_attention_heads": 5}, r"hidden_size \(48\) is no multiple of num_attention_heads \(5\)"),
         ("config.json", {"pooler_act": "sin"}, "pooler_act 'sin' is not supported"),
         ("config.json", {"image_size": 0}, "image_size must be a positive integer, got 0"),
         ("preprocessor_config.json", {"do_pad": True}, "preprocessor_config.json: .*do_pad = True"),
-        ("preprocessor_config.json", {"size": {"longest_edge": 3}}, "size must have height and width, or shortest_edge"),
+        (
+            "preprocessor_config.json",
+            {"size": {"longest_edge": 3}},
+            "size must have height and width, or shortest_edge",
+        ),
         ("preprocessor_config.json", {"image_std": [0.0, 1.0, 1.0]}, "std must be a number above 0"),
     ],
 )

@@ -21,7 +21,7 @@ from graphport.export.model_kinds import IMAGE_ENCODER
 from graphport.export.parity import ParityError
 from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.source import SourceModel, open_source
-from graphport.export.targets import CUDA, TargetError
+from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.verify_encoder import verify_encoder
 from graphport.model_def.position_config import ConfigError
@@ -75,8 +75,6 @@ def test_b132_exported_and_certified_at_every_size(
 def test_b132_the_compiled_graph_equals_transformers(
     kind: str, opened: dict[str, SourceModel], exported: dict[str, ir.Model], tmp_path: Path
 ) -> None:
-    from graphport.export.targets import CPU
-
     graph = exported[kind].clone()
     compile_graph(graph, make_plan(opened[kind].model.config, CPU, "fp32"))
     write_graph(graph, tmp_path)
@@ -143,7 +141,7 @@ def test_broken_graphs_are_rejected_and_leave_nothing(
     broken = exported["vit"].clone()
     breaks(broken)
     monkeypatch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: broken)
-    with pytest.raises(ParityError, match="exported: 15 images of 32 x 32, .*relative"):
+    with pytest.raises(ParityError, match=r"exported: 15 images of 32 x 32, .*relative"):
         export(sources["vit"], tmp_path / "out", precision="fp32")
     assert not list(tmp_path.iterdir())
 

@@ -13,7 +13,7 @@ from tiny_vision import PREPROCESSING, make_pixels, make_vision, reference_outpu
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from graphport.export import export
-from graphport.model_def.huggingface_vision import _preprocessing
+from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder
 from graphport.runtime.preprocessing import picture_pixels
 
@@ -80,7 +80,9 @@ def test_labels_and_probabilities_equal_transformers(bundles: dict[str, Path]) -
         _assert_near(model.classify_images(pixels.numpy()), logits.softmax(-1))
         with pytest.raises(ValueError, match="no vector an image; use classify_images"):
             model.encode_images(pixels.numpy())
-        with pytest.raises(ValueError, match="40 x 24 is not of the size 32 x 32 that was fixed.*without --image-size"):
+        with pytest.raises(
+            ValueError, match=r"40 x 24 is not of the size 32 x 32 that was fixed.*without --image-size"
+        ):
             model.classify_images(make_pixels(1, 40, 24).numpy())
     with pytest.raises(RuntimeError, match="this ImageEncoder is closed"):
         model.classify_images(pixels.numpy())
@@ -99,7 +101,7 @@ def test_labels_and_probabilities_equal_transformers(bundles: dict[str, Path]) -
 )
 def test_pictures_become_the_pixels_of_the_slow_image_processor(changes: dict[str, Any]) -> None:
     values = {**PREPROCESSING, **changes}
-    recipe = _preprocessing(values, [])
+    recipe = read_preprocessing(values, [])
     assert recipe is not None
     processor = CLIPImageProcessorPil(**values)
     for picture in (_picture(57, 41), _picture(33, 90), _picture(41, 41, "L"), _picture(38, 50, "RGBA")):
