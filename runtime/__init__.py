@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from graphport.runtime.bundle_files import open_bundle
     from graphport.runtime.encoder import Encoder, load_encoder
     from graphport.runtime.generation_output import GenerationOutput
+    from graphport.runtime.image_encoder import ImageEncoder, load_image_encoder
     from graphport.runtime.language_model import LanguageModel, load_language_model
     from graphport.runtime.loading import load
     from graphport.runtime.preparation import Prepared, prepare
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoder",
     "GenerationOutput",
+    "ImageEncoder",
     "LanguageModel",
     "Prepared",
     "SamplingParams",
@@ -26,6 +28,7 @@ __all__ = [
     "StreamEvent",
     "load",
     "load_encoder",
+    "load_image_encoder",
     "load_language_model",
     "open_bundle",
     "prepare",
@@ -35,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Encoder": "graphport.runtime.encoder",
     "GenerationOutput": "graphport.runtime.generation_output",
+    "ImageEncoder": "graphport.runtime.image_encoder",
     "LanguageModel": "graphport.runtime.language_model",
     "Prepared": "graphport.runtime.preparation",
     "SamplingParams": "graphport.runtime.sampling_params",
@@ -43,6 +47,7 @@ _HOMES = {
     "StreamEvent": "graphport.runtime.sequence",
     "load": "graphport.runtime.loading",
     "load_encoder": "graphport.runtime.encoder",
+    "load_image_encoder": "graphport.runtime.image_encoder",
     "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
     "prepare": "graphport.runtime.preparation",

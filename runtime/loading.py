@@ -1,7 +1,7 @@
 """Open a bundle of any kind.
 
-In: a path and what to run it with. Out: a `LanguageModel` or an `Encoder`, as the manifest says. It opens nothing
-itself.
+In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder` or an `ImageEncoder`, as the manifest says. It
+opens nothing itself.
 """
 
 import os
@@ -12,6 +12,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
+from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
 
 
@@ -32,10 +33,12 @@ def load(
     stream: int | None = None,
     prepared: bool = True,
     strict: bool = False,
-) -> LanguageModel | Encoder:
-    """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
+) -> LanguageModel | Encoder | ImageEncoder:
+    """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`, an image
+    encoder's with `load_image_encoder`; see those.
 
-    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, prefix_cache_bytes,
+    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an
+    image encoder. prefill_chunk, prefix_cache_bytes,
     prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
     NotEnoughMemoryError, ValueError.
     """
@@ -69,7 +72,19 @@ def load(
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
         raise ValueError(
-            f"{names} cannot be heeded: {files.folder} is an encoder, which has no cache and no decode steps"
+            f"{names} cannot be heeded: {files.folder} is an {files.manifest.kind}, which has no cache and no decode "
+            "steps"
+        )
+    if files.manifest.kind == "image_encoder":
+        return ImageEncoder(
+            files,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_batch=IMAGE_BATCH if max_batch is None else max_batch,
+            max_length=max_length,
+            threads=threads,
+            stream=stream,
         )
     return Encoder(
         files,

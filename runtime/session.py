@@ -56,6 +56,7 @@ SHAPE_OPS = (
     "Add",
     "Sub",
     "Mul",
+    "Div",
     "Equal",
 )
 

@@ -132,9 +132,8 @@ def print_report(report: Report) -> None:
         *(() if (dtype := manifest.cache_dtype) is None else (("KV cache", _CACHE_NAMES.get(dtype, dtype)),)),
         *(() if (head := manifest.config.classifier) is None else (("labels", ", ".join(head.labels)),)),
         *(() if (pooling := manifest.config.pooling) is None else (("pooling", _pooling(pooling)),)),
-        ("longest text", f"{manifest.max_length} tokens"),
+        *_limits(manifest),
         ("layers", str(manifest.config.num_layers)),
-        ("vocabulary", str(manifest.config.vocab_size)),
         *((f"source {key}", value) for key, value in manifest.source.items()),
         ("graphport", manifest.graphport_version),
     ):
@@ -149,6 +148,19 @@ def print_report(report: Report) -> None:
         print_line("no certificate: it was exported with --no-verify")
     elif manifest.target != "cpu":
         print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+
+
+def _limits(manifest: Manifest) -> list[tuple[str, str]]:
+    """What a bundle takes: texts and ids, or images."""
+    image = manifest.config.image
+    if image is None:
+        return [("longest text", f"{manifest.max_length} tokens"), ("vocabulary", str(manifest.config.vocab_size))]
+    if image.fixed_size is not None:
+        return [("images", f"{image.fixed_size[0]} x {image.fixed_size[1]}")]
+    return [
+        ("images", f"multiples of {image.patch_size[0]} x {image.patch_size[1]}, at most {manifest.max_length} tokens"),
+        ("trained on", f"{image.native_size[0]} x {image.native_size[1]}"),
+    ]
 
 
 def write_page(report: Report, path: Path, *, with_times: bool) -> None:

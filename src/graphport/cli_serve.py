@@ -63,7 +63,7 @@ def serve(
     """Serve BUNDLEs over HTTP in OpenAI's form until told to end; then what runs is finished."""
     named = _named(bundles)
     try:
-        from graphport.runtime import load
+        from graphport.runtime import ImageEncoder, load
         from graphport.runtime.server import Server, open_socket, raise_file_limit
         from graphport.runtime.server_log import log_as_json
         from graphport.runtime.server_settings import ServerSettings, read_api_keys
@@ -82,7 +82,7 @@ def serve(
     with open_socket(host, port) as listening:
         for name, folder in named.items():
             is_encoder = _is_encoder(folder)
-            opened[name] = load(
+            model = load(
                 folder,
                 device=device,
                 max_batch=max_batch,
@@ -91,6 +91,8 @@ def serve(
                 prefix_cache_bytes=0 if is_encoder else prefix_cache * _MIB,
                 prompt_lookup=prompt_lookup and not is_encoder,
             )
+            assert not isinstance(model, ImageEncoder)  # as _is_encoder made sure
+            opened[name] = model
         if not settings.api_keys and not _is_loopback(host):
             _log.warning("anybody who reaches %s can use the models: no --api-key-file was given", host)
         raise_file_limit()
@@ -120,9 +122,13 @@ def _named(bundles: Sequence[str]) -> dict[str, Path]:
 
 
 def _is_encoder(folder: Path) -> bool:
+    """Whether texts are encoded and not continued. Raises ValueError for what has no route."""
     from graphport.runtime import open_bundle
 
-    return open_bundle(folder).manifest.kind == "encoder"
+    kind = open_bundle(folder).manifest.kind
+    if kind not in ("decoder", "encoder"):
+        raise ValueError(f"{folder} is an {kind}, for which there is no route; serve decoders and encoders of texts")
+    return kind == "encoder"
 
 
 def _is_loopback(host: str) -> bool:
