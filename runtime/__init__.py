@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.sequence_state import SequenceState
     from graphport.runtime.session import Session
+    from graphport.runtime.tuning import Tuning
+    from graphport.runtime.tuning_trial import tune
 
 __all__ = [
     "Encoder",
@@ -29,6 +31,7 @@ __all__ = [
     "load_language_model",
     "open_bundle",
     "prepare",
+    "tune",
 ]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
@@ -41,11 +44,13 @@ _HOMES = {
     "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
+    "Tuning": "graphport.runtime.tuning",
     "load": "graphport.runtime.loading",
     "load_encoder": "graphport.runtime.encoder",
     "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
     "prepare": "graphport.runtime.preparation",
+    "tune": "graphport.runtime.tuning_trial",
 }
 
 

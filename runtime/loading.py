@@ -30,13 +30,15 @@ def load(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
-    prepared: bool = True,
+    spinning: bool | None = None,
+    prepared: bool | None = None,
+    tuned: bool = True,
     strict: bool = False,
 ) -> LanguageModel | Encoder:
     """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, prefix_cache_bytes,
-    prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
+    prompt_lookup, draft, cuda_graphs=True, spinning and strict are a decoder's. Raises ManifestError, DeviceError,
     NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
@@ -55,7 +57,9 @@ def load(
             draft=draft,
             cuda_graphs=cuda_graphs,
             stream=stream,
+            spinning=spinning,
             prepared=prepared,
+            tuned=tuned,
             strict=strict,
         )
     refused = {
@@ -64,6 +68,7 @@ def load(
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
         "cuda_graphs": cuda_graphs is True,
+        "spinning": spinning is not None,
         "strict": strict,
     }
     if any(refused.values()):

@@ -30,6 +30,7 @@ from graphport.cli_options import Invocation
 from graphport.cli_plan import plan
 from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
+from graphport.cli_tune import tune
 from graphport.cli_verify import verify
 
 app = typer.Typer(
@@ -42,6 +43,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "generate": generate,
     "chat": chat,
     "prepare": prepare,
+    "tune": tune,
     "verify": verify,
     "diff": diff,
     "report": report,

@@ -21,6 +21,7 @@ th { background: #eef1f4; } .number { font-variant-numeric: tabular-nums; }
 .failed { color: #a40e26; font-weight: bold; } .ok { color: #116329; } .why { color: #7a4a00; }
 svg { border: 1px solid #ccd3da; background: #fff; } figure { margin: 0 0 1.5em; } figcaption { margin: .2em 0; }
 """
+_TRIAL_SECONDS = ("best_seconds", "seconds", "noise")
 _WIDTH, _HEIGHT, _MARGIN = 900, 160, 46
 
 
@@ -38,6 +39,7 @@ def report_page(facts: Json, account: Json, certificate: Json | None, times: Seq
             ("file", "bytes", "SHA-256"),
             [(name, _number(record["size"]), record["sha256"]) for name, record in manifest["files"].items()],
         ),
+        *_tuning_parts(facts["tuning"]),
         "<h2>Certificate</h2>",
         *_certificate_parts(certificate),
         "<h2>Graph, place by place</h2>",
@@ -60,9 +62,27 @@ def _facts_table(manifest: Json, facts: Json) -> str:
         ("vocabulary", config["vocab_size"]),
         *((f"source {key}", value) for key, value in manifest["source"].items()),
         ("graphport", manifest["graphport_version"]),
+        ("tuned here", None if facts["tuning"] is None else facts["tuning"]["words"]),
+        ("not tuned here", facts["tuning_problem"]),
         *(("advice", line) for line in facts["advice"]),
     ]
     return _table(("", ""), [(name, value) for name, value in rows if value is not None])
+
+
+def _tuning_parts(tuning: Json | None) -> list[str]:
+    """What was tried on this machine; nothing where nothing was."""
+    if tuning is None:
+        return []
+    rows = [
+        (
+            trial["what"],
+            *(("" if trial[name] is None else _number(1e3 * trial[name], digits=1)) for name in _TRIAL_SECONDS),
+            trial["verdict"],
+        )
+        for trial in tuning["trials"]
+    ]
+    heads = ("tried", "before, ms", "with it, ms", "noise, ms", "")
+    return ["<h2>Tuned on this machine</h2>", f"<p>Timed: {escape(tuning['request'])}.</p>", _table(heads, rows)]
 
 
 def _certificate_parts(certificate: Json | None) -> list[str]:
