@@ -26,6 +26,7 @@ __all__ = [
     "SequenceState",
     "Session",
     "StreamEvent",
+    "Tuning",
     "load",
     "load_encoder",
     "load_language_model",
