@@ -32,6 +32,7 @@ CERTIFICATE_FILE = "certificate.json"
 BARE_GRAPH_FILE = "bare_graph.onnx"  # the graph without the minima of its blocks: what the runtime packs, never runs
 PREPARED_FOLDER = "prepared"  # the graph packed for one processor: made on the machine that runs it
 PREPARED_FILE = "prepared.json"
+TUNING_FILE = "tuning.json"  # how the bundle is fastest on one machine: made on the machine that runs it
 
 INPUT_IDS = "input_ids"
 SEQLENS_K = "seqlens_k"

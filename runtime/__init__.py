@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.sequence_state import SequenceState
     from graphport.runtime.session import Session
+    from graphport.runtime.tuning import Tuning
+    from graphport.runtime.tuning_trial import tune
 
 __all__ = [
     "Encoder",
@@ -26,12 +28,14 @@ __all__ = [
     "SequenceState",
     "Session",
     "StreamEvent",
+    "Tuning",
     "load",
     "load_encoder",
     "load_image_encoder",
     "load_language_model",
     "open_bundle",
     "prepare",
+    "tune",
 ]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
@@ -45,12 +49,14 @@ _HOMES = {
     "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
+    "Tuning": "graphport.runtime.tuning",
     "load": "graphport.runtime.loading",
     "load_encoder": "graphport.runtime.encoder",
     "load_image_encoder": "graphport.runtime.image_encoder",
     "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
     "prepare": "graphport.runtime.preparation",
+    "tune": "graphport.runtime.tuning_trial",
 }
 
 

@@ -37,6 +37,7 @@ from graphport.runtime.sequence import StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_state
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.tuning import tuned_choice
 from graphport.runtime.turns import Turns
 
 DECODER_BATCH = 8
@@ -59,7 +60,9 @@ def load_language_model(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
-    prepared: bool = True,
+    spinning: bool | None = None,
+    prepared: bool | None = None,
+    tuned: bool = True,
     strict: bool = False,
 ) -> "LanguageModel":
     """Open a decoder's bundle.
@@ -72,14 +75,22 @@ def load_language_model(
     by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
     with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
-    run on, by default one of the session's own that is ordered with the legacy default stream. prepared: on the CPU,
-    take the graph that `prepare` packed for this processor, if there is one. strict: refuse changed bytes, a bundle
-    without certificate, and a provider or ONNX Runtime other than certified; the graph runs as it was certified, not as
-    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and
-    ValueError, also for an encoder's bundle.
+    run on, by default one of the session's own that is ordered with the legacy default stream. spinning: idle threads
+    of the CPU wait in busy loops, which answers sooner and takes processors from others; by default they do. prepared:
+    on the CPU, take the graph that `prepare` packed for this processor, by default if there is one. tuned: what `tune`
+    measured on this machine, if it did, is the default of threads, spinning, prefill_chunk and prepared. strict: refuse
+    changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the graph runs as
+    it was certified, not as packed for this processor, and nothing is taken from `tune`. Raises ManifestError,
+    CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
+    choice = tuned_choice(files, device=device) if tuned and not strict else None
+    if choice is not None:
+        threads = choice.threads if threads is None else threads
+        spinning = choice.spinning if spinning is None else spinning
+        prefill_chunk = choice.prefill_chunk if prefill_chunk is None else prefill_chunk
+        prepared = choice.packed if prepared is None else prepared
     lm = LanguageModel(
         files,
         device=device,
@@ -94,7 +105,8 @@ def load_language_model(
         draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
-        prepared=prepared and not strict,
+        spinning=spinning is not False,
+        prepared=prepared is not False and not strict,
     )
     if certificate is not None:
         require_same_surroundings(certificate, files.folder, lm.device)
@@ -124,6 +136,7 @@ class LanguageModel:
         draft: str | os.PathLike[str] | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        spinning: bool = True,
         prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind != "decoder":
@@ -154,6 +167,7 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                spinning=spinning,
                 prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None

@@ -31,16 +31,16 @@ def load(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
-    prepared: bool = True,
+    spinning: bool | None = None,
+    prepared: bool | None = None,
+    tuned: bool = True,
     strict: bool = False,
 ) -> LanguageModel | Encoder | ImageEncoder:
-    """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`, an image
-    encoder's with `load_image_encoder`; see those.
+    """Open a bundle: with `load_language_model`, `load_encoder` or `load_image_encoder`, as its kind is; see those.
 
-    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an
-    image encoder. prefill_chunk, prefix_cache_bytes,
-    prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
-    NotEnoughMemoryError, ValueError.
+    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
+    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and strict are a decoder's. Raises
+    ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
     if files.manifest.kind == "decoder":
@@ -58,7 +58,9 @@ def load(
             draft=draft,
             cuda_graphs=cuda_graphs,
             stream=stream,
+            spinning=spinning,
             prepared=prepared,
+            tuned=tuned,
             strict=strict,
         )
     refused = {
@@ -67,6 +69,7 @@ def load(
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
         "cuda_graphs": cuda_graphs is True,
+        "spinning": spinning is not None,
         "strict": strict,
     }
     if any(refused.values()):
