@@ -66,8 +66,6 @@ class Places:
 class ServedDecoder:
     """A language model that a server has open, and the thread that runs it."""
 
-    kind = "decoder"
-
     def __init__(self, name: str, lm: LanguageModel, settings: ServerSettings) -> None:
         self.name = name
         self.lm = lm
@@ -154,7 +152,6 @@ def _blamed(message: str, call: GenerationCall, field: str) -> str:
 class ServedEncoder:
     """An encoder that a server has open; one thread runs it."""
 
-    kind = "encoder"
     capabilities = ("embeddings",)
 
     def __init__(self, name: str, encoder: Encoder, settings: ServerSettings) -> None:

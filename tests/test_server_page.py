@@ -55,6 +55,21 @@ def ask(page: Page, text: str, tokens: int) -> None:
     page.value("by('send').click()")
 
 
+@pytest.fixture
+def _slow_steps(server: TinyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that take long enough for pieces of an answer to come one by one."""
+    engine = server.decoder.lm._engine
+    assert engine is not None
+    step = engine.step
+
+    def slowly() -> None:
+        time.sleep(0.02)
+        step()
+
+    monkeypatch.setattr(engine, "step", slowly)
+
+
+@pytest.mark.usefixtures("_slow_steps")
 def test_the_page_asks_streams_measures_and_stops(page: Page, server: TinyServer) -> None:
     page.open(server.url)
     until(page, "by('status').textContent.includes('API key')")  # what the server says without one
@@ -80,23 +95,11 @@ def test_the_page_asks_streams_measures_and_stops(page: Page, server: TinyServer
     assert page.value("window.bad ?? 0") == 0
 
     page.value("by('clear').click()")
-    engine = server.decoder.lm._engine
-    assert engine is not None
-    step = engine.step
-
-    def slowly() -> None:
-        time.sleep(0.02)
-        step()
-
-    try:
-        engine.step = slowly  # type: ignore[method-assign]
-        ask(page, "go on", 90)
-        until(page, "document.querySelector('.assistant')?.textContent.length > 2")
-        page.value("by('stop').click()")
-        until(page, "by('status').textContent === 'stopped'")
-        wait_until(lambda: server.places == 0, "the place is free")
-    finally:
-        engine.step = step  # type: ignore[method-assign]
+    ask(page, "go on", 90)
+    until(page, "document.querySelector('.assistant')?.textContent.length > 2")
+    page.value("by('stop').click()")
+    until(page, "by('status').textContent === 'stopped'")
+    wait_until(lambda: server.places == 0, "the place is free")
 
     page.value("by('clear').click()")
     ask(page, "too much", 5000)
