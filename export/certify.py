@@ -92,7 +92,7 @@ class DecoderEvidence:
     ) -> tuple[Check, ...]:
         """See the function of this name."""
         observe("running eager PyTorch")
-        trace = None if self.layers is None else self.layers.measure
+        trace = None if self.layers is None else functools.partial(self.layers.measure, plain=True)
         return certify_stages(exported, plan, self.ids, self.reference, folder=folder, observe=observe, trace=trace)
 
     def certify_bundle(

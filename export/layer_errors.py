@@ -35,8 +35,8 @@ class LayerErrors:
         eager = TracedEager("eager", self._model, capacity=self._capacity)
         return [dict(eager.step(piece)) for piece in self._pieces]
 
-    def measure(self, name: str, folder: Path, plan: CompilePlan) -> None:
-        """Add the errors of the decoder graph in `folder`, compiled by `plan`, as `name`.
+    def measure(self, name: str, folder: Path, plan: CompilePlan, *, plain: bool = False) -> None:
+        """Add the errors of the decoder graph in `folder`, compiled by `plan`, as `name`; `plain` as of `TracedGraph`.
 
         `relative`: by step, root mean square of the difference over that of eager's value, a number a site.
         """
@@ -49,6 +49,7 @@ class LayerErrors:
             capacity=self._capacity,
             provider=CPU.provider,
             hidden=frozenset(smoothed),
+            plain=plain,
         )
         sites = [site for site in ordered_sites(plan.config.num_layers) if site in graph.sites & self._eager[0].keys()]
         relative = []

@@ -111,7 +111,11 @@ class TracedEager:
 
 
 class TracedGraph:
-    """The graph in `folder` with an output added for every site; `hidden`: sites that it computes in another form."""
+    """The graph in `folder` with an output added for every site.
+
+    `hidden`: sites that it computes in another form. `plain`: nothing is optimised or packed, for floats and
+    few tokens.
+    """
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class TracedGraph:
         capacity: int,
         provider: str,
         hidden: frozenset[str] = frozenset(),
+        plain: bool = False,
     ) -> None:
         self.name = name
         model = ir.load(folder / GRAPH_FILE)
@@ -133,6 +138,9 @@ class TracedGraph:
         self.sites = frozenset(self._outputs)
         options = ort.SessionOptions()
         options.log_severity_level = 3
+        if plain:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
         self._session = _open(ir.to_proto(model).SerializeToString(), options, provider, name=name)
         layers = range(config.num_layers)

@@ -17,6 +17,8 @@ from graphport.runtime.tuning import Choice, Trial
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 7  # the fewest already tell what is slower
 LEAST_GAIN = 0.01  # of the time: less is not worth a choice, however quiet the machine
 
+NO_TIME = "not measured: no time was left"
+
 _CHUNKS = (16, 32, 64, 128, 256, 512)
 _MOST_LISTED_THREADS = 8  # beyond, powers of two
 
@@ -88,11 +90,11 @@ def tune_choice(
             option = _changed(best, question.name, value)
             what = _words(question.name, value)
             if clock() >= end:
-                trials.append(_unmeasured(what, "not measured: no time was left"))
+                trials.append(unmeasured(what, NO_TIME))
                 continue
             observe(f"measuring {what}")
             challenger = open_candidate(option)
-            trial = _trial(what, incumbent, challenger, has_time=lambda: clock() < end)
+            trial = run_trial(what, incumbent, challenger, has_time=lambda: clock() < end)
             trials.append(trial)
             if trial.kept:
                 best, incumbent = option, challenger
@@ -117,12 +119,12 @@ def _words(name: str, value: int) -> str:
     }[name]
 
 
-def _trial(what: str, incumbent: Candidate, challenger: Candidate, *, has_time: Callable[[], bool]) -> Trial:
-    """Take turns, so that a machine that slows down slows both."""
+def run_trial(what: str, incumbent: Candidate, challenger: Candidate, *, has_time: Callable[[], bool]) -> Trial:
+    """Time both in turns, so that a machine that slows down slows both; `challenger` is kept if it is faster."""
     failed = [check for check in challenger.checks() if not check.passed]
     if failed:
         figures = "; ".join(f"{check.name} {check.measured:.3g} > {check.tolerance:.3g}" for check in failed)
-        return _unmeasured(what, f"left: not within tolerance ({figures})")
+        return unmeasured(what, f"left: not within tolerance ({figures})")
     challenger.seconds()  # the first run takes memory that later ones have
     ours: list[float] = []
     theirs: list[float] = []
@@ -142,7 +144,8 @@ def _judged(what: str, ours: list[float], theirs: list[float]) -> Trial:
     return Trial(what=what, best_seconds=before, seconds=after, noise=noise, kept=is_kept, verdict=words)
 
 
-def _unmeasured(what: str, verdict: str) -> Trial:
+def unmeasured(what: str, verdict: str) -> Trial:
+    """A trial that was not run, and why."""
     return Trial(what=what, best_seconds=None, seconds=None, noise=None, kept=False, verdict=verdict)
 
 

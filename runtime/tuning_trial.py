@@ -4,6 +4,7 @@ In: a bundle folder with a certificate. Out: `Tuning`, and `tuning.json` in the 
 are judged is `tuner.py`'s; nothing that the manifest lists is changed.
 """
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -25,16 +26,18 @@ from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import default_threads
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+from graphport.runtime.preparation import prepare
 from graphport.runtime.prepared import find_prepared, source_hashes
 from graphport.runtime.served_model import ServedModel
 from graphport.runtime.session import Session
-from graphport.runtime.tuner import Candidate, questions, tune_choice
-from graphport.runtime.tuning import Choice, Tuning, prepared_hash
+from graphport.runtime.tuner import NO_TIME, Candidate, questions, run_trial, tune_choice, unmeasured
+from graphport.runtime.tuning import Choice, Trial, Tuning, prepared_hash
 
 MAX_SECONDS = 100.0
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 
 OpenChoice = Callable[[Choice], Candidate]
+Variant = tuple[str, Callable[[], Path]]
 
 
 class TuneError(ValueError):
@@ -47,15 +50,18 @@ def tune(
     prompt_tokens: int = PROMPT_TOKENS,
     new_tokens: int = NEW_TOKENS,
     max_seconds: float = MAX_SECONDS,
+    variants: Sequence[Variant] = (),
     open_choice: OpenChoice | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuning:
     """Measure how `bundle` is fastest on this machine, for `write_tuning` to keep.
 
     Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it; no trial begins after `max_seconds`.
-    `open_choice` opens a choice, by default an `OpenedChoice`. Raises TuneError for a bundle that is not a decoder for
-    the CPU and for a request that the certificate's text is too short for, CertificateError where no certificate says
-    what it should compute, ValueError when it fails that, OSError when the system does not tell the processor.
+    `variants` are fusions by name and what makes a bundle without them: they are timed last and change no choice, for a
+    graph is exported, not opened otherwise. `open_choice` opens a choice, by default an `OpenedChoice`. Raises
+    TuneError for a bundle that is not a decoder for the CPU and for a request that the certificate's text is too short
+    for, CertificateError where no certificate says what it should compute, ValueError when it fails that, OSError when
+    the system does not tell the processor.
     """
     files = open_bundle(bundle)
     manifest = files.manifest
@@ -66,6 +72,7 @@ def tune(
     has_packed = not isinstance(find_prepared(files), str)
     processors = default_threads()
     first = Choice(packed=has_packed, threads=processors, spinning=True, prefill_chunk=PREFILL_CHUNKS[manifest.target])
+    end = time.monotonic() + max_seconds
     opens = open_choice or (lambda choice: OpenedChoice(files, certificate, choice, request))
     choice, trials = tune_choice(
         first,
@@ -74,6 +81,14 @@ def tune(
         max_seconds=max_seconds,
         observe=progress,
     )
+    for rule, make in variants:
+        what = f"without fusion {rule}"
+        if time.monotonic() >= end:
+            trials += (unmeasured(what, NO_TIME),)
+            continue
+        progress(f"measuring {what}")
+        other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
+        trials += (_advised(run_trial(what, opens(choice), other, has_time=lambda: time.monotonic() < end), rule),)
     return Tuning(
         onnxruntime=onnxruntime.__version__,
         processor=processor_kind(),
@@ -84,6 +99,20 @@ def tune(
         choice=choice,
         trials=trials,
     )
+
+
+def _packed_as(choice: Choice, folder: Path) -> BundleFiles:
+    if choice.packed:
+        prepare(folder)
+    return open_bundle(folder)
+
+
+def _advised(trial: Trial, rule: str) -> Trial:
+    """What to do about a fusion that costs time here: its graph is another one, so it cannot be chosen at opening."""
+    if not trial.kept:
+        return trial
+    verdict = f"faster by more than the noise: export again with --disable-pass {rule}"
+    return dataclasses.replace(trial, kept=False, verdict=verdict)
 
 
 def write_tuning(bundle: str | os.PathLike[str], tuning: Tuning) -> Path:
@@ -123,7 +152,7 @@ def _request(length: int, *, prompt_tokens: int, new_tokens: int) -> Request:
 
 
 class OpenedChoice:
-    """A session opened as `choice` says: what it computes, and how long it takes for `request`."""
+    """A session over the folder `bundle`, opened as `choice` says: what it computes, how long `request` takes."""
 
     def __init__(self, bundle: BundleFiles, certificate: Certificate, choice: Choice, request: Request) -> None:
         length = request.prompt + request.new
@@ -137,6 +166,7 @@ class OpenedChoice:
         )
         if self._session.is_prepared != choice.packed:
             raise TuneError(f"{bundle.folder}: what is prepared cannot be used; do `graphport prepare {bundle.folder}`")
+        self.bundle = bundle.folder
         self._certificate = certificate
         self._choice = choice
         self._request = request

@@ -16,13 +16,17 @@ from tiny_graphs import tiny_model
 
 from graphport.cli import main
 from graphport.export import export
+from graphport.export.fusion_variants import fusion_variants
+from graphport.export.pipeline import OPTIONAL_RULES
+from graphport.export.targets import TargetError
 from graphport.model_def.certificate import CertificateError, Check
 from graphport.model_def.signature import MANIFEST_FILE, TUNING_FILE
 from graphport.runtime import load, prepare
+from graphport.runtime import tuning_trial as trial_module
 from graphport.runtime.device import default_threads
 from graphport.runtime.tuner import FEWEST_ROUNDS, MOST_ROUNDS, questions, thread_counts, tune_choice
 from graphport.runtime.tuning import Choice, Tuning, read_tuning
-from graphport.runtime.tuning_trial import TuneError, tune, write_tuning
+from graphport.runtime.tuning_trial import OpenedChoice, TuneError, tune, write_tuning
 from graphport.runtime.verification import verify
 
 FIRST = Choice(packed=True, threads=2, spinning=True, prefill_chunk=64)
@@ -237,6 +241,47 @@ def test_a_choice_is_opened_as_it_says_and_is_the_same_model(bundle: Path, capsy
     (bundle / TUNING_FILE).write_text("{")
     assert main(["report", str(bundle)]) == 0
     assert "its tuning cannot be used" in capsys.readouterr().err
+
+
+def test_fusions_are_measured_against_the_source_and_only_advised(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(
+        "def make():\n    import tiny_graphs\n    return tiny_graphs.tiny_model('llama')\n"
+    )
+    source = f"{tmp_path / 'model.py'}:make"
+    bundle = export(source, tmp_path / "bundle", precision="fp32").path
+    monkeypatch.setattr(trial_module, "questions", lambda **_: ())  # the fusions alone
+
+    def slow_unless_without_silu(self: OpenedChoice) -> float:
+        return 1.0 if self.bundle == bundle else 0.5 if self.bundle.name == "silu" else 2.0
+
+    monkeypatch.setattr(OpenedChoice, "seconds", slow_unless_without_silu)
+    assert main(["tune", str(bundle), "--against", source, "--json"]) == 0
+    trials = {trial["what"]: trial for trial in json.loads(capsys.readouterr().out)["trials"]}
+    fused = json.loads((bundle / "fusions.json").read_text())["counts"]
+    assert set(trials) == {f"without fusion {rule}" for rule in OPTIONAL_RULES if fused.get(rule)}
+    assert len(trials) >= 4
+    for what, trial in trials.items():
+        assert not trial["kept"]
+        is_silu = what == "without fusion silu"
+        assert ("export again with --disable-pass silu" in trial["verdict"]) is is_silu, trial
+    found = tune(bundle, variants=fusion_variants(bundle, source, tmp_path / "none"), max_seconds=0)
+    assert {trial.verdict for trial in found.trials} == {"not measured: no time was left"}
+
+
+def test_fusions_of_another_model_are_refused(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "def make():\n    import tiny_graphs\n    return tiny_graphs.tiny_model('gemma')\n"
+    )
+    source = f"{tmp_path / 'model.py'}:make"
+    (_, make), *_ = fusion_variants(bundle, source, tmp_path / "place")
+    with pytest.raises(TargetError, match=r"is another model than .*: their configurations differ"):
+        make()
+    manifest = json.loads((bundle / MANIFEST_FILE).read_text())
+    (bundle / MANIFEST_FILE).write_text(json.dumps(manifest | {"precision": "auto"}))
+    with pytest.raises(TargetError, match="bits would be chosen anew; leave --against out"):
+        fusion_variants(bundle, source, tmp_path / "place")
 
 
 def test_a_choice_that_computes_something_else_is_not_within_tolerance(bundle: Path) -> None:
