@@ -146,6 +146,10 @@ bench-growth: $(installed) ## decode time against context and model width; write
 bench-engine: $(missing) ## time batches, drafts, cached beginnings and grammars on the bundle; writes RESULTS
 	$(bin)/python benchmarks/engine.py $(out) --out $(RESULTS) $(OPTIONS)
 
+.PHONY: bench-soak
+bench-soak: $(missing) ## ask a server of the bundle 2,000 mixed requests and verify every answer; writes RESULTS
+	$(bin)/python benchmarks/soak.py $(out) --out $(RESULTS) $(OPTIONS)
+
 .PHONY: bench-gpu
 bench-gpu: $(installed) ## time a random model of 1.2 B parameters on a CUDA device; writes RESULTS
 	$(bin)/python benchmarks/gpu.py --work build --out $(RESULTS) $(OPTIONS)

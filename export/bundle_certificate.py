@@ -6,22 +6,24 @@ run here; its certificate has the stages that the CPU can check, and `verify` ru
 
 import dataclasses
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from numpy.typing import NDArray
 
 from graphport.export.bundle import record_file
 from graphport.export.cached_graph import CachedGraph
-from graphport.export.certify import DecoderEvidence
+from graphport.export.certify import DecoderEvidence, check_shipped
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.original import draft_certificate, limits_of
 from graphport.export.source import SourceModel
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Certificate, Check, Surroundings, certified_files, error_series
-from graphport.model_def.certified_runs import planned_runs, play_runs, text_length
+from graphport.model_def.certified_runs import CachedModel, Emit, Run, planned_runs, play_runs, text_length
 from graphport.model_def.processor import describe_processor
 from graphport.model_def.signature import CERTIFICATE_FILE, GRAPH_FILE, MANIFEST_FILE, Manifest
 
@@ -50,10 +52,19 @@ def bundle_certificate(
         seed=seed,
     )
     if plan.target is not CPU:
-        return dataclasses.replace(draft, checks=stages)
+        layers = {} if evidence.layers is None else evidence.layers.found
+        return dataclasses.replace(draft, checks=stages, layers=layers)
+    whole: list[Check] = []
+
+    def compare_whole(positions: Sequence[int], logits: NDArray[np.float32]) -> None:
+        """The text in one piece is the prefill's last; it is compared while all of its rows are there."""
+        if positions[-1] == length - 1:
+            whole.append(check_shipped(plan, length, evidence.reference[list(positions)], logits))
+
+    prefill, *others = planned_runs(plan.config, length)
     found = play_runs(
         CachedGraph(folder / GRAPH_FILE, plan.config, capacity=length),
-        planned_runs(plan.config, length),
+        [_watched(prefill, compare_whole), *others],
         draft.ids,
         original=draft.original,
         shipped={},
@@ -61,9 +72,26 @@ def bundle_certificate(
         observe=lambda run: observe(f"parity of the bundle: {run}"),
         keep_rows=True,
     )
+    if evidence.layers is not None:
+        observe("errors by layer")
+        evidence.layers.measure("the graph that ships", folder, plan)
+        draft = dataclasses.replace(draft, layers=evidence.layers.found)
     return dataclasses.replace(
-        draft, checks=(*stages, *found.checks), shipped=found.rows, errors=error_series(found.errors)
+        draft, checks=(*stages, *whole, *found.checks), shipped=found.rows, errors=error_series(found.errors)
     )
+
+
+def _watched(run: Run, watch: Emit) -> Run:
+    """`run`, whose rows are shown to `watch` too."""
+
+    def play(model: CachedModel, ids: NDArray[np.int64], emit: Emit) -> None:
+        def show(positions: Sequence[int], logits: NDArray[np.float32]) -> None:
+            watch(positions, logits)
+            emit(positions, logits)
+
+        run.play(model, ids, show)
+
+    return dataclasses.replace(run, play=play)
 
 
 def add_certificate(folder: Path, manifest: Manifest, certificate: Certificate) -> Manifest:

@@ -19,6 +19,7 @@ from graphport.export.bundle import write_graph
 from graphport.export.calibrate_cache import cache_scales, round_rows
 from graphport.export.graph_pass import CacheScales, CompilePlan
 from graphport.export.graph_runner import GraphRunner
+from graphport.export.layer_errors import LayerErrors
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU
@@ -29,11 +30,12 @@ from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
 
-NUM_FUSED_IDS = 256  # for the fused graph in fp32, if no window or scaling changes beyond
-NUM_CHUNKED_IDS = 128
+NUM_FUSED_IDS = 192  # for the fused graph in fp32, if no window or scaling changes beyond
+NUM_CHUNKED_IDS = 96
 NUM_EXPORTED_IDS = 96  # the exported graph is the slow, portable one
 NUM_STEPS = 16  # decoded one by one at the end
 CHUNKS = (1, 7, 64)
+FUSED_NAME = "the same passes in fp32"
 
 
 def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_length: int, seed: int) -> list[int]:
@@ -77,6 +79,7 @@ class DecoderEvidence:
     ) -> None:
         self.ids = parity_ids(config, tokenizer_json, max_length=max_length, seed=seed)
         self._model = model
+        self.layers = None if model is None else LayerErrors(model, self.ids)
 
     @functools.cached_property
     def reference(self) -> NDArray[np.float32]:
@@ -89,24 +92,22 @@ class DecoderEvidence:
     ) -> tuple[Check, ...]:
         """See the function of this name."""
         observe("running eager PyTorch")
-        return certify_stages(exported, plan, self.ids, self.reference, folder=folder, observe=observe)
+        trace = None if self.layers is None else self.layers.measure
+        return certify_stages(exported, plan, self.ids, self.reference, folder=folder, observe=observe, trace=trace)
 
     def certify_bundle(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
-        """Check what ships: the graph in `folder` where the CPU runs it, and its KV cache."""
-        checks: tuple[Check, ...] = ()
-        if plan.target is CPU:
-            observe("parity of the bundle")
-            checks += self.certify_shipped(plan, folder=folder)
-        if plan.cache is not None:
-            observe("parity of the KV cache")
-            checks += certify_cache(exported, plan, self.ids, folder=folder)
-        return checks
+        """Check the KV cache of what ships; its logits are checked with the runs of its certificate."""
+        if plan.cache is None:
+            return ()
+        observe("parity of the KV cache")
+        return certify_cache(exported, plan, self.ids, folder=folder)
 
     def certify_shipped(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
-        """Check the graph in `folder` against eager."""
-        return certify_bundle(folder, plan, self.ids, self.reference)
+        """Check the graph in `folder` against eager in one piece."""
+        runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
+        return (check_shipped(plan, len(self.ids), self.reference, runner.logits(self.ids)),)
 
     def certify_alone(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
         """Check that chunks and single steps of the graph in `folder` give the logits of one piece."""
@@ -131,16 +132,19 @@ def certify_stages(
     *,
     folder: Path,
     observe: Callable[[str], None],
+    trace: Callable[[str, Path, CompilePlan], None] | None = None,
 ) -> tuple[Check, ...]:
     """Check the fp32 compilation against eager; writes and removes it under `folder`'s parent.
 
     Where it fails the exported graph is checked too, so that the stage to blame is named: it is slow to open, and what
     was compiled from it cannot be right where it is wrong. A precision that keeps a GGUF file's blocks is also compiled
-    with exact activations: the weights alone may differ.
+    with exact activations: the weights alone may differ. `trace` is shown the compilation while it is there.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
         checks = _check_fused(exported, plan, ids, reference, folder=Path(name))
+        if trace is not None:
+            trace(FUSED_NAME, Path(name), plan)
     if not all(check.passed for check in checks):
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
             observe("parity of the exported graph")
@@ -204,18 +208,12 @@ def _compiled(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: 
     return GraphRunner(folder / GRAPH_FILE, plan.config, optimize=optimize)
 
 
-def certify_bundle(
-    folder: Path, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32]
-) -> tuple[Check, ...]:
-    """Check the graph that ships against eager in one piece, as the CPU provider runs it.
-
-    What chunks, steps and batches give is `bundle_certificate`'s.
-    """
-    runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
-    difference = compare(reference, runner.logits(ids))
+def check_shipped(plan: CompilePlan, num_ids: int, reference: NDArray[np.float32], found: NDArray[np.float32]) -> Check:
+    """Rows [R, V] of what ships, fed `num_ids` in one piece, against eager's: exactly, all of each row."""
+    difference = compare(reference, found)
     if plan.precision.weight_bits is None:
-        return (check("compiled", "max_abs", f"{len(ids)} tokens, as shipped", difference),)
-    return (check(plan.precision.name, "kl", f"{len(ids)} tokens at once", difference),)
+        return check("compiled", "max_abs", f"{num_ids} tokens, as shipped", difference)
+    return check(plan.precision.name, "kl", f"{num_ids} tokens at once", difference)
 
 
 def calibrate_cache(

@@ -1,7 +1,8 @@
-"""The graph in half precision: weights, activations and caches; logits and an encoder's outputs stay float32.
+"""The graph in half precision: weights, activations and caches; logits, an encoder's outputs and pixels stay float32.
 
 Before: every float tensor float32
-After:  every float tensor float16 or bfloat16, Cast at those outputs; norms keep float32 statistics (stash_type)
+After:  every float tensor float16 or bfloat16, Cast at those outputs and inputs; norms keep float32 statistics
+(stash_type)
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
 from graphport.export.targets import TargetError
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS, PIXEL_VALUES
 
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _WIDE_OUTPUTS = (LOGITS, HIDDEN_STATES, EMBEDDINGS)
@@ -33,7 +34,21 @@ def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
         if value.dtype == ir.DataType.FLOAT:
             value.type = ir.TensorType(dtype)
     _widen_outputs(model.graph, dtype)
+    _widen_pixels(model.graph, dtype)
     return PassReport(rule="half_precision", fused=(f"float32 to {activations}",))
+
+
+def _widen_pixels(graph: ir.Graph, dtype: ir.DataType) -> None:
+    for wide in graph.inputs:
+        if wide.name != PIXEL_VALUES:
+            continue
+        cast = ir.node("Cast", [wide], {"to": int(dtype)}, name=f"{wide.name}_to_{dtype.name.lower()}")
+        narrow = cast.outputs[0]
+        narrow.type, narrow.shape = ir.TensorType(dtype), wide.shape
+        ir.convenience.replace_all_uses_with(wide, narrow)
+        cast.replace_input_with(0, wide)
+        graph.insert_before(next(iter(graph)), cast)
+        wide.type = ir.TensorType(ir.DataType.FLOAT)
 
 
 def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType, numpy_dtype: np.dtype[np.generic]) -> ir.LazyTensor:

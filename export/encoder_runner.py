@@ -35,15 +35,20 @@ class States(NamedTuple):
     read_out: list[NDArray[np.float32]] | None
 
 
+def encoder_session(path: Path, *, optimize: bool) -> ort.InferenceSession:
+    """A session over the graph at `path` on the CPU."""
+    options = ort.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    return ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+
+
 class EncoderRunner:
     """One session over an encoder graph on the CPU."""
 
     def __init__(self, path: Path, *, optimize: bool = False) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = _ERRORS_ONLY
-        level = ort.GraphOptimizationLevel
-        options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-        self._session = ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+        self._session = encoder_session(path, optimize=optimize)
         self._inputs = {node.name for node in self._session.get_inputs()}
         self._outputs = [node.name for node in self._session.get_outputs()]
 

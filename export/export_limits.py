@@ -4,15 +4,21 @@ In: an opened source, a target, wishes. Out: the longest context, or one line of
 concerns weights stands in `precision_choice.py`.
 """
 
-from graphport.export.calibrate import activation_peaks
+import dataclasses
+
+from graphport.export.calibrate import activation_peaks, image_peaks
 from graphport.export.certify import parity_ids
 from graphport.export.graph_pass import name_site
+from graphport.export.parity_images import parity_images
 from graphport.export.source import SourceModel
-from graphport.export.targets import CacheFormat, Target, TargetError
+from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.position_config import ConfigError
 from graphport.model_def.positions import length_switch
 
 FLOAT16_MAX = 65504.0
+
+LOW_BITS = 4
 
 _LARGEST_SEED = 2**63 - 1  # as in SamplingParams; torch and numpy take it
 
@@ -26,15 +32,45 @@ def require_numbers(*, seed: int, context: int | None) -> None:
         raise ValueError(f"seed must be a whole number from 0 to {_LARGEST_SEED}, got {seed}")
 
 
-def require_float16_range(opened: SourceModel, *, max_length: int, seed: int) -> None:
+def require_float16_range(opened: SourceModel, config: TransformerConfig, *, max_length: int, seed: int) -> None:
     """Refuse a model whose activations on the parity text pass float16's largest number; names the first layer."""
-    ids = parity_ids(opened.model.config, opened.tokenizer_json, max_length=max_length, seed=seed)
-    for name, peak in activation_peaks(opened.model, ids).items():
+    if config.image is not None:
+        what, peaks = (
+            "parity images",
+            image_peaks(opened.model, parity_images(config.image, max_length=max_length, seed=seed)),
+        )
+    else:
+        ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
+        what, peaks = "parity text", activation_peaks(opened.model, ids)
+    for name, peak in peaks.items():
         if not peak <= FLOAT16_MAX:
             raise TargetError(
-                f"{name_site(name)} reaches {peak:.4g} on the parity text, beyond float16's {FLOAT16_MAX:.0f}: the "
+                f"{name_site(name)} reaches {peak:.4g} on the {what}, beyond float16's {FLOAT16_MAX:.0f}: the "
                 "logits would be NaN; export with --precision bf16"
             )
+
+
+def require_image_size(
+    config: TransformerConfig, image_size: tuple[int, int] | None, context: int | None
+) -> TransformerConfig:
+    """`config` with the images' size fixed, if one is given. Raises ConfigError for one that cannot be."""
+    if image_size is None:
+        return config
+    if config.image is None:
+        raise ConfigError("image_size is for image encoders, and this model reads text; leave --image-size out")
+    if context is not None:
+        raise ConfigError("image_size fixes the number of tokens; leave --context out")
+    if len(image_size) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in image_size):
+        raise ConfigError(f"image_size must be a height and a width in pixels, got {image_size!r}")
+    height, width = image_size
+    return dataclasses.replace(config, image=dataclasses.replace(config.image, fixed_size=(height, width)))
+
+
+def require_image_precision(target: Target, precision: Precision) -> None:
+    """Refuse precisions whose weights are rounded on text."""
+    if precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS:
+        known = "fp32, int8" if target is CPU else "fp32, fp16, bf16, int8"
+        raise TargetError(f"precision {precision.name} rounds weights on text, which images are not; choose {known}")
 
 
 def require_cache(config: TransformerConfig, target: Target, cache: CacheFormat) -> None:
@@ -51,6 +87,8 @@ def longest_context(
     """The longest total length, and a note when what the source states or a rotary scaling limits it."""
     if context is not None:
         return context, ()
+    if config.image is not None:
+        return config.image.num_tokens(*(config.image.fixed_size or config.image.native_size)), ()
     if text_limit is not None and text_limit < config.max_positions:
         return text_limit, (f"texts limited to {text_limit} tokens, as the source states; --context allows more",)
     rotaries = [block.attention.rotary for block in config.blocks]

@@ -74,11 +74,12 @@ def first_divergence(
     for step, piece in enumerate(pieces):
         observe(f"step {step} of {num_steps}")
         wanted, found = first.step(piece), second.step(piece)
-        errors += [_site_error(step, site, wanted[site], found[site]) for site in shared]
+        errors += [site_error(step, site, wanted[site], found[site]) for site in shared]
     return Divergence(first_model=first.name, second_model=second.name, tolerance=tolerance, errors=tuple(errors))
 
 
-def _site_error(step: int, site: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) -> SiteError:
+def site_error(step: int, site: str, wanted: NDArray[np.float32], found: NDArray[np.float32]) -> SiteError:
+    """How far `found` is from `wanted`, both [S, width]. Raises ValueError when the shapes differ."""
     if wanted.shape != found.shape:
         raise ValueError(f"{site} is {wanted.shape} in one model, {found.shape} in the other: they cannot be compared")
     gap = np.abs(wanted.astype(np.float64) - found)

@@ -6,7 +6,8 @@ After, cuda: MultiHeadAttention(q, k, v, , lengths, bias)
 
 On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; lengths keep it on the fused kernels. A
 bias (relative positions, windows) leaves it the memory-efficient kernel, or the unfused one where that cannot take the
-length. Where no kernel takes the head size, the groups or a cap, the node stays and runs as its portable body.
+length. Images are whole rows, so nothing masks them. Where no kernel takes the head size, the groups or a cap, the node
+stays and runs as its portable body.
 """
 
 import numpy as np
@@ -51,26 +52,27 @@ def lower_padded_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
                 missed.append(Miss(site=f"{site} rotary", check=check, found=reason))
                 rotate_before(node, rotation, _positions(model.graph))
                 rotation = None
-            _lower_to_grouped(model.graph, node, rotation, site=site)
+            _lower_to_grouped(model.graph, node, rotation, site=site, are_whole=plan.config.image is not None)
         else:
             if rotation is not None:
                 rotate_before(node, rotation, _positions(model.graph))
-            _lower_to_multi_head(node, site=site)
+            _lower_to_multi_head(node, site=site, are_whole=plan.config.image is not None)
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
 
 
-def _lower_to_multi_head(node: ir.Node, *, site: str) -> None:
+def _lower_to_multi_head(node: ir.Node, *, site: str, are_whole: bool) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "scale": node.attributes["scale"].as_float(),
         "mask_filter_value": _MASKED,
     }
-    inputs = [*node.inputs[:3], None, node.inputs[3], *_bias(node)]
+    mask = [] if are_whole else [None, node.inputs[3]]
+    inputs = [*node.inputs[:3], *mask, *_bias(node)]
     _replace(node, new_node(node, "MultiHeadAttention", inputs, attributes, domain=CONTRIB, name=_name(site)))
 
 
-def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None, *, site: str) -> None:
+def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None, *, site: str, are_whole: bool) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
@@ -87,7 +89,7 @@ def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None,
         tables = []
     split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
-    inputs = [*projections, None, None, *_sizes(graph, node, _name(site)), *tables, *bias]
+    inputs = [*projections, None, None, *_sizes(graph, node, _name(site), are_whole=are_whole), *tables, *bias]
     kernel = new_node(node, "GroupQueryAttention", inputs, attributes, domain=CONTRIB, num_outputs=3, name=_name(site))
     _replace(node, kernel)
     if split is not None:
@@ -108,13 +110,17 @@ def _name(site: str) -> str:
     return site.replace(" ", "_")
 
 
-def _sizes(graph: ir.Graph, node: ir.Node, name: str) -> tuple[ir.Value, ir.Value]:
+def _sizes(graph: ir.Graph, node: ir.Node, name: str, *, are_whole: bool) -> tuple[ir.Value, ir.Value]:
     """Index of each row's last token [B] int32 (0 for a row without one), and the padded length, int32 scalar.
 
     Made where they are first needed, for all layers; repeats are merged when the graph is tidied.
     """
     lengths = node.inputs[3]
     one = add_constant(graph, "one_token", ir.tensor(np.array(1, np.int32), name="one_token"))
+    if are_whole:  # all lengths are the padded one
+        last = new_node(node, "Sub", [lengths, one], name=f"{name}_last")
+        total = new_node(node, "ReduceMax", [lengths], {"keepdims": 0}, name=f"{name}_total")
+        return last.outputs[0], total.outputs[0]
     at_least_one = new_node(node, "Max", [lengths, one], name=f"{name}_lengths")
     last = new_node(node, "Sub", [at_least_one.outputs[0], one], name=f"{name}_last")
     shape = new_node(node, "Shape", [graph.inputs[0]], {"start": 1, "end": 2}, name=f"{name}_shape")

@@ -15,16 +15,24 @@ from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
 from graphport.export.bundle_certificate import add_certificate, bundle_certificate
 from graphport.export.bundle_records import write_records
-from graphport.export.calibrate import Ranges, activation_ranges
-from graphport.export.calibration import Calibration, calibration_ids, read_calibration
+from graphport.export.calibrate import Ranges, activation_ranges, image_ranges
+from graphport.export.calibration import Calibration, CalibrationError, calibration_ids, read_calibration
 from graphport.export.certify import DecoderEvidence, calibrate_cache
-from graphport.export.export_limits import longest_context, require_cache, require_float16_range, require_numbers
+from graphport.export.export_limits import (
+    longest_context,
+    require_cache,
+    require_float16_range,
+    require_image_precision,
+    require_image_size,
+    require_numbers,
+)
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.kernel_advice import kernel_advice
 from graphport.export.model_kinds import kind_of
 from graphport.export.parity import require_passed
+from graphport.export.parity_images import parity_images
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.plan_weights import plan_weights
 from graphport.export.precision_budget import BudgetChoice, budget_checks, check_budget
@@ -56,6 +64,7 @@ def export(
     precision: str | None = None,
     kv_cache: str = "auto",
     context: int | None = None,
+    image_size: tuple[int, int] | None = None,
     accuracy_level: int | None = None,
     calibration: str | Path | None = None,
     max_kl: float | None = None,
@@ -71,14 +80,15 @@ def export(
 
     `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `kv_cache` is int8,
     int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
-    (None: what the model was made for). `accuracy_level` 0 multiplies quantised matrices by activations as they are, 4
-    by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of UTF-8 text on which int8,
-    int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of precision auto in nats (None:
-    0.01): the divergence that it may show on the part of that text that is held out. `require_fused` pins how often a
-    rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which a matrix would be encoded anew.
-    `disable_passes` names rules that are not to fuse anything. `progress` is told each stage as it begins. Raises
-    ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError, TargetError, ExportError,
-    FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
+    (None: what the model was made for). `image_size` fixes the height and width of an image encoder's images (None:
+    any whole number of patches of up to `context` tokens). `accuracy_level` 0 multiplies quantised matrices by
+    activations as they are, 4 by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of
+    UTF-8 text on which int8, int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of
+    precision auto in nats (None: 0.01): the divergence that it may show on the part of that text that is held out.
+    `require_fused` pins how often a rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which
+    a matrix would be encoded anew. `disable_passes` names rules that are not to fuse anything. `progress` is told each
+    stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError,
+    TargetError, ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
     """
     out = Path(out)
     found_target = find_target(target)
@@ -104,6 +114,7 @@ def export(
         found_precision,
         cache,
         context=context,
+        image_size=image_size,
         accuracy_level=accuracy_level,
         disabled=tuple(disable_passes),
     )
@@ -111,9 +122,10 @@ def export(
     if require_exact:
         check_exact(plan)
     _check_range(opened, plan, seed=seed, progress=progress)
-    plan = dataclasses.replace(plan, activation_ranges=_activation_ranges(opened, plan, calibrated))
+    plan = dataclasses.replace(plan, activation_ranges=_activation_ranges(opened, plan, calibrated, seed=seed + 1))
     progress("exporting to ONNX")
-    exported = torch_to_onnx(kind.module(opened.model, plan.max_length), kind.traced(plan.config))
+    module = kind.module(opened.model, plan.max_length)
+    exported = torch_to_onnx(module, kind.traced(plan.config), kind.sizes(plan.config))
     with bundle_folder(out, force=force) as folder:
         checks: tuple[Check, ...] = ()
         evidence = kind.evidence(
@@ -219,11 +231,14 @@ def _plan(
     cache: CacheFormat | None,
     *,
     context: int | None,
+    image_size: tuple[int, int] | None,
     accuracy_level: int | None,
     disabled: tuple[str, ...],
 ) -> tuple[CompilePlan, tuple[str, ...]]:
     """What to compile, checked against what the model can do, and notes."""
-    config = opened.model.config
+    config = require_image_size(opened.model.config, image_size, context)
+    if config.image is not None:
+        require_image_precision(target, precision)
     max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
     if precision.chooses_bits and not kind_of(config).has_cache:
@@ -250,17 +265,24 @@ def _plan(
 def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress: Callable[[str], None]) -> None:
     if plan.precision.activations == "float16":
         progress("looking for activations beyond float16")
-        require_float16_range(opened, max_length=plan.max_length, seed=seed)
+        require_float16_range(opened, plan.config, max_length=plan.max_length, seed=seed)
 
 
 def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
     if text is not None:
         check_calibration(plan.precision, plan.cache)
+    if plan.config.image is not None:
+        if text is not None:
+            raise CalibrationError("a calibration text is for models of text; an image encoder reads none")
+        return Calibration(windows=(), held_out=())
     return calibration_ids(opened, text, max_length=plan.max_length, seed=seed, name=name)
 
 
-def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration) -> Ranges:
+def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration, *, seed: int) -> Ranges:
     """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
     if plan.precision.weight_bits is None or plan.matrices:
         return {}
+    if plan.config.image is not None:
+        images = parity_images(plan.config.image, max_length=plan.max_length, seed=seed)
+        return image_ranges(opened.model, images[:1])
     return activation_ranges(opened.model, calibration.windows[:1])  # more text moved int8 by no more than noise

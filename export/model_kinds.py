@@ -1,10 +1,10 @@
-"""What differs between decoders and encoders on the way to a bundle: one record a kind, in one table.
+"""What differs between decoders, encoders and image encoders on the way to a bundle: one record a kind, in one table.
 
 In: a configuration. Out: its kind's record. `model_export.py` orders the steps; this file says what a kind traces and
 what it is compared on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +14,14 @@ from torch import nn
 
 from graphport.export.certify import DecoderEvidence
 from graphport.export.certify_encoder import EncoderEvidence
+from graphport.export.certify_images import ImageEvidence
 from graphport.export.graph_pass import CompilePlan
 from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
-from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature
+from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature, image_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
+from graphport.model_def.vision import ImageEncoder, check_can_encode_images
 
 
 class Evidence(Protocol):
@@ -63,7 +65,7 @@ class ModelKind:
 
     `check` refuses a configuration and longest length that cannot be exported; `module` is what is traced, with the
     inputs and outputs of `traced`; `shipped` are those after compilation. `alone` says what the evidence does without a
-    reference.
+    reference. `sizes`: example sizes for the trace, of dimensions for which not every number will do.
     """
 
     name: Kind
@@ -74,6 +76,7 @@ class ModelKind:
     shipped: Callable[[CompilePlan], Signature]
     evidence: MakesEvidence
     alone: str
+    sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda _: {}
 
 
 def _shipped_decoder(plan: CompilePlan) -> Signature:
@@ -102,9 +105,30 @@ ENCODER = ModelKind(
     alone="a padded batch against each text alone",
 )
 
-KINDS = (DECODER, ENCODER)
+
+def _image_sizes(config: TransformerConfig) -> dict[str, int]:
+    """Whole numbers of patches, different ones in each direction."""
+    assert config.image is not None
+    return {"height": 3 * config.image.patch_size[0], "width": 5 * config.image.patch_size[1]}
+
+
+IMAGE_ENCODER = ModelKind(
+    name="image_encoder",
+    has_cache=False,
+    check=check_can_encode_images,
+    module=lambda model, max_length: ImageEncoder(model, max_length=max_length),
+    traced=image_signature,
+    shipped=lambda plan: image_signature(plan.config),
+    evidence=ImageEvidence,
+    alone="batches against each image alone",
+    sizes=_image_sizes,
+)
+
+KINDS = (DECODER, ENCODER, IMAGE_ENCODER)
 
 
 def kind_of(config: TransformerConfig) -> ModelKind:
     """The kind of model that `config` describes: what attends to what comes later is an encoder."""
+    if config.image is not None:
+        return IMAGE_ENCODER
     return DECODER if config.is_causal else ENCODER

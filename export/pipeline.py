@@ -115,7 +115,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "residual_norm": _count_normed_sums(plan.config),
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
-        "silu": sum(block.feed_forward.activation == "silu" for block in blocks),
+        "silu": sum(block.feed_forward.activation in ("silu", "quick_gelu") for block in blocks),
         "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),

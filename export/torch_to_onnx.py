@@ -7,7 +7,7 @@ function bodies of standard ops. It optimises nothing (see `pipeline.py`) and wr
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 import torch
@@ -30,15 +30,16 @@ class ExportError(ValueError):
     """A module that cannot be exported as asked; the message names the axis or op."""
 
 
-def torch_to_onnx(module: nn.Module, signature: Signature) -> ir.Model:
+def torch_to_onnx(module: nn.Module, signature: Signature, sizes: Mapping[str, int] | None = None) -> ir.Model:
     """Trace `module`, called with one tensor an input of `signature` in order, to an ONNX model.
 
     A `str` dimension of an input is dynamic and may be 0, 1 or more at run time; equal names are equal sizes.
+    `sizes`: example sizes of dimensions for which not every number will do.
     The module runs in eval mode and has its modes back afterwards. Raises ExportError when an axis declared dynamic
     froze, or when the module cannot be traced.
     """
-    sizes = _example_sizes(signature.inputs)
-    examples = tuple(_example(spec, sizes) for spec in signature.inputs)
+    chosen = {**_example_sizes(signature.inputs), **(sizes or {})}
+    examples = tuple(_example(spec, chosen) for spec in signature.inputs)
     axes = _dynamic_axes(signature.inputs)
     with _in_eval_mode(module), torch.no_grad(), _quiet_exporter():
         try:

@@ -61,7 +61,7 @@ class TracedEager:
     def __init__(self, name: str, model: Transformer, *, capacity: int) -> None:
         self.name = name
         self._model = model
-        self._decoder = CachedDecoder(model, max_length=model.config.max_positions)
+        self._decoder = CachedDecoder(model, max_length=capacity)  # below any length at which a scaling changes
         self._length = 0
         self._seen: Values = {}
         self._past = [

@@ -14,6 +14,7 @@ from onnx.defs import OpSchema
 from onnxscript import opset23 as op
 from onnxscript.values import Op
 
+import graphport.model_def.image_ops
 import graphport.model_def.ops  # noqa: F401  # defines torch.ops.graphport
 from graphport.export import portable_ops
 
@@ -106,6 +107,13 @@ _POOLS = {
 }
 
 
+_IMAGE_PATCHES = _op("ImagePatches", inputs="pixels", outputs="patches", ints="patch_height patch_width")
+_PATCH_POSITIONS = _op(
+    "PatchPositions", inputs="table pixels", outputs="positions", ints="patch_height patch_width rows columns"
+)
+_ROW_LENGTHS = _op("RowLengths", inputs="x", outputs="lengths:i32")
+
+
 def _rms_norm(x: ir.Value, weight: ir.Value, epsilon: float) -> Any:  # noqa: ANN401 - torch.onnx takes what ops return
     return _RMS_NORM(x, weight, epsilon=epsilon)
 
@@ -175,10 +183,28 @@ def _pool(hidden: ir.Value, lengths: ir.Value, kind: str) -> Any:  # noqa: ANN40
     return _POOLS[kind](hidden, lengths)
 
 
+def _image_patches(pixels: ir.Value, patch_height: int, patch_width: int) -> Any:  # noqa: ANN401
+    return _IMAGE_PATCHES(pixels, patch_height=patch_height, patch_width=patch_width)
+
+
+def _patch_positions(
+    table: ir.Value, pixels: ir.Value, patch_height: int, patch_width: int, rows: int, columns: int
+) -> Any:  # noqa: ANN401
+    sizes = {"patch_height": patch_height, "patch_width": patch_width, "rows": rows, "columns": columns}
+    return _PATCH_POSITIONS(table, pixels, **sizes)
+
+
+def _row_lengths(x: ir.Value) -> Any:  # noqa: ANN401
+    return _ROW_LENGTHS(x)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.rms_norm.default: _rms_norm,
     torch.ops.graphport.cached_attention.default: _cached_attention,
     torch.ops.graphport.padded_attention.default: _padded_attention,
     torch.ops.graphport.pool.default: _pool,
+    torch.ops.graphport.image_patches.default: _image_patches,
+    torch.ops.graphport.patch_positions.default: _patch_positions,
+    torch.ops.graphport.row_lengths.default: _row_lengths,
     torch.ops.aten.linear.default: _linear,
 }

@@ -89,4 +89,4 @@ def _against(
         detail=errors.detail(),
         inputs=f"the certificate's {len(ids)} tokens in one piece",
     )
-    return dataclasses.replace(draft, shipped=stored.shipped, checks=stored.checks), (again,)
+    return dataclasses.replace(draft, shipped=stored.shipped, checks=stored.checks, layers=stored.layers), (again,)

@@ -3,6 +3,7 @@
 In: a bundle folder and, for the comparison with eager PyTorch, its source. Out: checks. It changes nothing on disk.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from graphport.export.model_kinds import kind_of
 from graphport.export.source import open_source
 from graphport.export.targets import CPU, TargetError, find_target
 from graphport.model_def.certificate import Check
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.signature import TOKENIZER_FILE, Manifest, read_manifest
 
@@ -37,7 +39,7 @@ def verify_encoder(
     plan = CompilePlan(
         config=manifest.config,
         target=target,
-        precision=target.precision(manifest.precision),
+        precision=target.precision(manifest.precision, has_cache=False),
         max_length=manifest.max_length,
         cache=next((cache for cache in target.caches if cache.dtype == manifest.cache_dtype), None),
     )
@@ -50,11 +52,18 @@ def verify_encoder(
     if against is not None:
         progress("eager PyTorch against the bundle")
         model = open_source(against, seed=0).model
-        if model.config != manifest.config:
+        if model.config != _of_any_size(manifest.config):
             raise TargetError(f"{against} is another model than {folder}: their configurations differ")
         evidence = kind.evidence(manifest.config, text, max_length=manifest.max_length, seed=0, model=model)
         checks += evidence.certify_shipped(plan, folder=folder)
     return tuple(checks)
+
+
+def _of_any_size(config: TransformerConfig) -> TransformerConfig:
+    """The configuration as its source has it: the size of images is fixed at export."""
+    if config.image is None:
+        return config
+    return dataclasses.replace(config, image=dataclasses.replace(config.image, fixed_size=None))
 
 
 def _hash_check(folder: Path, manifest: Manifest) -> Check:

@@ -15,7 +15,7 @@ from graphport.model_def.compact_logits import CompactRows, Figure, RowErrors
 from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Manifest
 from graphport.model_def.text_corpus import TextEvidence
 
-CERTIFICATE_FORMAT = 2
+CERTIFICATE_FORMAT = 3  # 2 had other runs and no errors by layer
 MAX_BYTES = 8_000_000  # of a file that is read; one that `export` writes is below 2 MB
 
 Against = Literal["original", "shipped"]
@@ -82,8 +82,8 @@ class Certificate:
     `files`: SHA-256 (hex) by name. `reference`: the source, libraries and dtype of the original. `candidate`: what was
     compared with it, and on what (`Surroundings`). `origin`: where `ids` come from. `original`: rows of eager PyTorch;
     `shipped`: by run, rows of the bundle itself as it was exported. `limits`: what `verify` holds the bundle to.
-    `checks`: what was measured when the certificate was made. `errors`: by run, errors of its rows then. `uncovered`:
-    what no run reaches, in words.
+    `checks`: what was measured when the certificate was made. `errors`: by run, errors of its rows then. `layers`: by
+    graph, errors of each place of the model at the export. `uncovered`: what no run reaches, in words.
     """
 
     files: Mapping[str, str]
@@ -97,6 +97,7 @@ class Certificate:
     texts: TextEvidence | None
     checks: tuple[Check, ...]
     errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layers: Mapping[str, Any] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -112,6 +113,7 @@ class Certificate:
             "inputs": {"origin": self.origin, "ids": list(self.ids)},
             "texts": None if self.texts is None else self.texts.to_dict(),
             "errors": dict(self.errors),
+            "layers": dict(self.layers),
             "original": self.original.to_dict(),
             "shipped": {run: rows.to_dict() for run, rows in self.shipped.items()},
         }
@@ -181,6 +183,7 @@ def _certificate(data: dict[str, Any]) -> Certificate:
         texts=None if data["texts"] is None else TextEvidence.from_dict(data["texts"]),
         checks=tuple(_check(check) for check in data["checks"]),
         errors=dict(data["errors"]),
+        layers=dict(data["layers"]),
         uncovered=tuple(map(str, data["uncovered"])),
     )
 

@@ -25,14 +25,14 @@ from graphport.model_def.config import TransformerConfig
 
 NUM_IDS = 512  # of the text, where no switch lies beyond
 LONGEST = 2048  # a switch beyond is not reached
-NUM_STEPS = 128  # decoded one by one
+NUM_STEPS = 64  # decoded one by one
 
 _BEYOND = 16  # tokens after the last switch
-_LENGTHS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65, 129)
+_LENGTHS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65)
 _CHUNKS = (1, 7, 64, 128)
 _ROW_BYTES = 1 << 26
-_MOST_ROWS = 128  # of one piece
-_BATCH_STEPS = 12
+_MOST_ROWS = 128  # of the text in pieces: what was cached wrongly shows in all rows after it
+_BATCH_STEPS = 24
 _WORDS: dict[Against, str] = {"original": "eager PyTorch", "shipped": "itself as exported"}
 
 Ids = NDArray[np.int64]
@@ -107,10 +107,10 @@ def uncovered(config: TransformerConfig, max_length: int, length: int) -> tuple[
 
 def planned_runs(config: TransformerConfig, length: int) -> tuple[Run, ...]:
     """The runs over a text of `length` tokens; those that a very short text has no room for are left out."""
-    budget = max(1, min(_MOST_ROWS, _ROW_BYTES // (4 * config.vocab_size)))
-    runs = [_prefill(length, budget)]
+    most = max(1, _ROW_BYTES // (4 * config.vocab_size))
+    runs = [_prefill(length, most)]
     if length >= 4:
-        runs += [_decode(length), _chunks(length, budget)]
+        runs += [_decode(length), _chunks(length, min(most, _MOST_ROWS))]
     if length >= 24:
         runs += [_ragged(length), _rewind(length, config.vocab_size)]
     runs += [_switch(at, what) for at, what in switches(config).items() if 3 <= at <= length - 3]
@@ -241,7 +241,7 @@ def _chunks(length: int, budget: int) -> Run:
         model.open_cache(1)
         begin = 0
         for size in sizes:
-            wanted = _spread(size, budget)
+            wanted = _spread(size, max(1, size * budget // length))
             emit((begin + wanted).tolist(), model.step(ids[None, begin : begin + size], wanted))
             begin += size
 
@@ -266,7 +266,7 @@ def _ragged(length: int) -> Run:
 
 
 def _rewind(length: int, vocab_size: int) -> Run:
-    first = min(length // 2, 96)
+    first = min(length // 2, 48)
     back, wrong, chunk, end = first - 3, 7, 5, min(length, first + 10)
 
     def play(model: CachedModel, ids: Ids, emit: Emit) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from graphport.model_def.readout_config import ClassifierConfig, Transform
 
-_TRANSFORMS: dict[Transform, Callable[[Tensor], Tensor]] = {
+TRANSFORMS: dict[Transform, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
     "relu": functional.relu,
     "gelu": functional.gelu,
@@ -31,6 +31,6 @@ class Classifier(nn.Module):
         """Hidden states [B, S, W] to logits [B, L], or [B, S, L] per token."""
         x = hidden if self.config.per_token else hidden[:, 0]
         if self.dense is not None and self.config.transform is not None:
-            x = _TRANSFORMS[self.config.transform](self.dense(x))
+            x = TRANSFORMS[self.config.transform](self.dense(x))
         logits: Tensor = self.output(x)
         return logits

@@ -25,14 +25,20 @@ from graphport.model_def.position_config import (
     require_positive,
 )
 from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
+from graphport.model_def.vision_config import (
+    AttentionPoolConfig,
+    ImageConfig,
+    ImageReadoutConfig,
+    PreprocessingConfig,
+)
 
-Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu", "quick_gelu"]
 NormKind = Literal["layer", "rms"]
 NormOrder = Literal["pre", "post", "sandwich", "output", "parallel"]
 HeadKind = Literal["tied", "separate", "none"]
 
 _NORM_ORDERS = ("pre", "post", "sandwich", "output", "parallel")
-_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+_ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "quick_gelu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +176,8 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` and `classifier` are an encoder's; one of them at most.
+    `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
+    place of ids, and there is no vocabulary (`vocab_size` 0).
     """
 
     vocab_size: int
@@ -190,9 +197,10 @@ class TransformerConfig:
     logit_softcap: float | None = None
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
+    image: ImageConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "max_positions"):
+        for name in (*(() if self.image else ("vocab_size",)), "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
         if self.embedding_width is not None:
             require_count("embedding_width", self.embedding_width)
@@ -215,6 +223,8 @@ class TransformerConfig:
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
         self._check_encoder()
+        if self.image is not None:
+            self._check_image(self.image)
 
     def _check_encoder(self) -> None:
         """What encoders alone have."""
@@ -228,6 +238,20 @@ class TransformerConfig:
             )
         if self.pooling and self.classifier:
             raise ConfigError("an encoder has pooling or a classifier, not both")
+
+    def _check_image(self, image: ImageConfig) -> None:
+        """What reads patches has nothing that belongs to ids."""
+        ids = (self.vocab_size, self.token_types, self.position, self.relative_bias, self.embedding_width)
+        if any(ids) or self.head != "none" or self.pooling or self.classifier or self.is_causal:
+            raise ConfigError(
+                "an image encoder has bidirectional blocks, vocab_size 0, head 'none', its positions and what is read "
+                "out in `image`, and no token types"
+            )
+        pool = image.readout.pool if image.readout else None
+        if pool is not None and self.hidden_size % pool.num_heads:
+            raise ConfigError(
+                f"hidden_size ({self.hidden_size}) must be divisible by the pooling num_heads ({pool.num_heads})"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -271,6 +295,10 @@ _RECORDS = {
         BlockConfig,
         PoolingConfig,
         ClassifierConfig,
+        AttentionPoolConfig,
+        ImageReadoutConfig,
+        PreprocessingConfig,
+        ImageConfig,
         TransformerConfig,
     )
 }

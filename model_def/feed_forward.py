@@ -6,6 +6,7 @@ In: activations [B, S, W]. Out: the same shape. Plain or gated, one activation f
 import functools
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,6 +17,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),  # CLIP
 }
 
 

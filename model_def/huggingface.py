@@ -28,10 +28,12 @@ from graphport.model_def.huggingface_tokenizer import (
     read_special_tokens,
     read_tokenizer_json,
 )
+from graphport.model_def.huggingface_vision import find_vision_family
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import find_weight_files
 from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe
 from graphport.model_def.transformer import parameter_shapes
+from graphport.model_def.vision_tensors import load_image_encoder
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
@@ -56,6 +58,9 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
     family = find_encoder_family(values.get("model_type"))
     if family is not None:
         return _load_encoder(folder, values, family, name=name)
+    vision = find_vision_family(values.get("model_type"))
+    if vision is not None:
+        return load_image_encoder(folder, values, vision, name=name)
     config, config_notes, stored = _read_decoder(folder, values)
     files = stored.files
     parts, tensor_notes = stored.find(str(folder), config)
@@ -78,7 +83,8 @@ def read_folder_config(folder: Path) -> TransformerConfig:
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
     values = read_json(folder / CONFIG_FILE)
-    if find_encoder_family(values.get("model_type")) is not None:
+    model_type = values.get("model_type")
+    if find_encoder_family(model_type) is not None or find_vision_family(model_type) is not None:
         raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
     return _read_decoder(folder, values)[0]
 

@@ -28,6 +28,7 @@ from graphport.model_def.huggingface_values import (
     read_integer,
     sort_keys,
 )
+from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.huggingface_windows import read_windows
 from graphport.model_def.layer_norm_decoders import LAYER_NORM_DECODERS
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition
@@ -50,7 +51,7 @@ def find_decoder_family(values: Values) -> DecoderFamily:
             return family if family.refine is None else family.refine(family, values)
     known = [
         *(family.model_type for family in DECODER_FAMILIES),
-        *(encoder.model_type for encoder in ENCODER_FAMILIES),
+        *(encoder.model_type for encoder in (*ENCODER_FAMILIES, *VISION_FAMILIES)),
     ]
     raise CheckpointError(
         f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}; {_nearest(values)}"

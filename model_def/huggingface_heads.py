@@ -53,9 +53,9 @@ def read_classifier(values: Values) -> tuple[ClassifierConfig, dict[str, str]] |
     multi_label = values.get("problem_type") == "multi_label_classification"
     head = SEQUENCE_HEADS[model_type]
     if kind == _TOKEN:
-        config = ClassifierConfig(labels=_labels(values), per_token=True, multi_label=multi_label)
+        config = ClassifierConfig(labels=read_labels(values), per_token=True, multi_label=multi_label)
         return config, _parameters("classifier.output", "classifier")
-    config = ClassifierConfig(labels=_labels(values), transform=head.transform, multi_label=multi_label)
+    config = ClassifierConfig(labels=read_labels(values), transform=head.transform, multi_label=multi_label)
     return config, {**_parameters("classifier.dense", head.dense), **_parameters("classifier.output", head.output)}
 
 
@@ -63,8 +63,10 @@ def _parameters(ours: str, stored: str) -> dict[str, str]:
     return {f"{ours}.{kind}": f"{stored}.{kind}" for kind in ("weight", "bias")}
 
 
-def _labels(values: Values) -> tuple[str, ...]:
-    """Labels by their number; transformers leaves `id2label` out when there are two without names."""
+def read_labels(values: Values) -> tuple[str, ...]:
+    """The texts of `id2label` in the order of their numbers; transformers leaves it out for two without
+    names.
+    """
     named = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
     if not isinstance(named, dict) or set(named) != {str(number) for number in range(len(named))}:
         raise CheckpointError(f"config.json: id2label must name the labels 0, 1, ...; got {named!r:.200}")

@@ -78,6 +78,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "quick_gelu": "quick_gelu",
 }
 
 

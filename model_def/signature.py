@@ -4,7 +4,7 @@ In: a configuration. Out: `Signature`, `Manifest` and their JSON. The only place
 no graph and opens no session.
 
 Symbolic dimensions: `batch` rows, `sequence` new tokens a row (of an encoder: the longest row's), `capacity` tokens the
-cache has room for, `rows` hidden states asked for.
+cache has room for, `rows` hidden states asked for, `height` and `width` of images in pixels.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
 
-Kind = Literal["decoder", "encoder"]
+Kind = Literal["decoder", "encoder", "image_encoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
@@ -32,6 +32,7 @@ CERTIFICATE_FILE = "certificate.json"
 BARE_GRAPH_FILE = "bare_graph.onnx"  # the graph without the minima of its blocks: what the runtime packs, never runs
 PREPARED_FOLDER = "prepared"  # the graph packed for one processor: made on the machine that runs it
 PREPARED_FILE = "prepared.json"
+TUNING_FILE = "tuning.json"  # how the bundle is fastest on one machine: made on the machine that runs it
 
 INPUT_IDS = "input_ids"
 SEQLENS_K = "seqlens_k"
@@ -47,6 +48,7 @@ LENGTHS = "lengths"
 TOKEN_TYPE_IDS = "token_type_ids"
 HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
+PIXEL_VALUES = "pixel_values"
 
 NUM_CANDIDATES = 64  # of a row, at most: what comes to the host when an id is sampled
 
@@ -170,6 +172,25 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
 
 
+def image_signature(config: TransformerConfig) -> Signature:
+    """Inputs and outputs of an image encoder.
+
+    `pixel_values` float32 [batch, channels, height, width], height and width numbers where they are fixed;
+    `hidden_states` float32 [batch, sequence, hidden], class tokens before patches row by row; `embeddings` float32
+    [batch, dimension], not normalised, or `logits` float32 [batch, labels], where they are read out.
+    """
+    image = config.image
+    assert image is not None
+    size = image.fixed_size or ("height", "width")
+    tokens = image.num_tokens(*image.fixed_size) if image.fixed_size else "sequence"
+    pixels = TensorSpec(name=PIXEL_VALUES, dtype="float32", shape=("batch", image.channels, *size))
+    outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", tokens, config.hidden_size))]
+    if image.readout is not None:
+        name, width = LOGITS if image.readout.labels else EMBEDDINGS, image.readout.vector_width(config.hidden_size)
+        outputs.append(TensorSpec(name=name, dtype="float32", shape=("batch", width)))
+    return Signature(inputs=(pixels,), outputs=tuple(outputs))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
     """Size in bytes and SHA-256 (hex) of one file of a bundle."""
@@ -282,6 +303,9 @@ def _require_plausible(manifest: Manifest) -> None:
         raise ValueError(
             f"kind is {manifest.kind}, but the configuration is {'' if config.is_causal else 'not '}causal"
         )
+    if (manifest.kind == "image_encoder") != (config.image is not None):
+        reads = "no images" if config.image is None else "images"
+        raise ValueError(f"kind is {manifest.kind}, but the configuration reads {reads}")
     if not _is_count(manifest.max_length) or not 1 <= manifest.max_length <= config.max_positions:
         raise ValueError(
             f"max_length must be a whole number from 1 to max_positions ({config.max_positions}), "

@@ -16,6 +16,7 @@ from graphport.model_def.config import BlockConfig, TransformerConfig
 from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
+from graphport.model_def.patches import ImageReadout, PatchEmbedding
 from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition
 from graphport.model_def.positions import length_switch, relative_buckets, rotary_tables, sinusoidal_table
 
@@ -86,7 +87,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         width = config.embedding_width or config.hidden_size
-        self.embedding = nn.Embedding(config.vocab_size, width)
+        self.patches = PatchEmbedding(config.image, config.hidden_size) if config.image else None
+        if self.patches is None:
+            self.embedding = nn.Embedding(config.vocab_size, width)
         self.position: nn.Embedding | None = None
         if isinstance(config.position, LearnedPosition):
             rows = config.position.max_positions + config.position.offset
@@ -101,6 +104,11 @@ class Transformer(nn.Module):
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.head: Head | None = Head(config) if config.head != "none" else None
+        self.image_readout: ImageReadout | None = None
+        if config.image is not None and config.image.readout is not None:
+            self.image_readout = ImageReadout(
+                config.image.readout, prefix_tokens=config.image.prefix_tokens, hidden_size=config.hidden_size
+            )
 
     def forward(
         self,
@@ -111,6 +119,8 @@ class Transformer(nn.Module):
         token_types: Tensor | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
+
+        Of an image encoder, pixels float [B, C, h, w] to hidden states. Otherwise:
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
         `token_types` int64 [B, S], all 0 by default.
@@ -127,6 +137,11 @@ class Transformer(nn.Module):
         token_types: Tensor | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
+        if self.patches is not None:
+            x = self.embed_image(input_ids)
+            for block in self.layers:
+                x = block(x)
+            return x
         length = input_ids.shape[1]
         positions = torch.arange(length) if padding is None else (padding.cumsum(dim=1) - 1).clamp(min=0)
         x = self.embed(input_ids, positions, token_types)
@@ -169,6 +184,12 @@ class Transformer(nn.Module):
         if self.embedding_projection is not None:
             x = self.embedding_projection(x)
         return x  # type: ignore[no-any-return]  # nn.Module returns Any
+
+    def embed_image(self, pixels: Tensor) -> Tensor:
+        """Pixels [B, C, h, w] to the stream [B, S, W]."""
+        assert self.patches is not None
+        x: Tensor = self.patches(pixels)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     def position_bias(self, buckets: Tensor, length: int) -> Tensor:
         """What is added to the scores of `length` S positions [1, N, S, S]; `buckets` [2 * P - 1], P at least S."""

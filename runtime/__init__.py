@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from graphport.runtime.bundle_files import open_bundle
     from graphport.runtime.encoder import Encoder, load_encoder
     from graphport.runtime.generation_output import GenerationOutput
+    from graphport.runtime.image_encoder import ImageEncoder, load_image_encoder
     from graphport.runtime.language_model import LanguageModel, load_language_model
     from graphport.runtime.loading import load
     from graphport.runtime.preparation import Prepared, prepare
@@ -14,38 +15,48 @@ if TYPE_CHECKING:
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.sequence_state import SequenceState
     from graphport.runtime.session import Session
+    from graphport.runtime.tuning import Tuning
+    from graphport.runtime.tuning_trial import tune
 
 __all__ = [
     "Encoder",
     "GenerationOutput",
+    "ImageEncoder",
     "LanguageModel",
     "Prepared",
     "SamplingParams",
     "SequenceState",
     "Session",
     "StreamEvent",
+    "Tuning",
     "load",
     "load_encoder",
+    "load_image_encoder",
     "load_language_model",
     "open_bundle",
     "prepare",
+    "tune",
 ]
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
     "Encoder": "graphport.runtime.encoder",
     "GenerationOutput": "graphport.runtime.generation_output",
+    "ImageEncoder": "graphport.runtime.image_encoder",
     "LanguageModel": "graphport.runtime.language_model",
     "Prepared": "graphport.runtime.preparation",
     "SamplingParams": "graphport.runtime.sampling_params",
     "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",
     "StreamEvent": "graphport.runtime.sequence",
+    "Tuning": "graphport.runtime.tuning",
     "load": "graphport.runtime.loading",
     "load_encoder": "graphport.runtime.encoder",
+    "load_image_encoder": "graphport.runtime.image_encoder",
     "load_language_model": "graphport.runtime.language_model",
     "open_bundle": "graphport.runtime.bundle_files",
     "prepare": "graphport.runtime.preparation",
+    "tune": "graphport.runtime.tuning_trial",
 }
 
 

@@ -39,12 +39,23 @@ class ChatTemplate:
         except (jinja2.TemplateError, RecursionError) as error:
             raise ChatTemplateError(f"the chat template does not compile: {_one_line(error)}") from error
         self._unknown = sorted(used & set(SPECIAL_TOKEN_NAMES)) if special_tokens is None else []
+        self._takes_tools = "tools" in used
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt text for `messages` (at least one; values are plain JSON data; keys that are None are left out).
 
-        Raises ChatTemplateError for whatever goes wrong inside the template, and for messages of another form.
+        tools: descriptions of functions, for a template that writes them into the prompt.
+        Raises ChatTemplateError for whatever goes wrong inside the template, for messages of another form, and for
+        tools that the template would pass over in silence.
         """
+        if tools is not None and not self._takes_tools:
+            raise ChatTemplateError("the model's chat template takes no tools: leave them out")
         if self._unknown:
             raise ChatTemplateError(
                 f"the chat template uses {', '.join(self._unknown)}, but nothing says what these tokens are: "
@@ -52,7 +63,7 @@ class ChatTemplate:
             )
         variables = {
             "messages": _plain_messages(messages),
-            "tools": None,
+            "tools": None if tools is None else [_plain(tool, f"tools[{i}]") for i, tool in enumerate(tools)],
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self._special_tokens,

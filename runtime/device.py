@@ -54,13 +54,15 @@ class DeviceError(RuntimeError):
 class DeviceRequest:
     """Where a caller wants to run. `device_id` and `provider_options` are for CUDA alone.
 
-    `prepared`: on the CPU, take the graph that was packed for this processor, if there is one.
+    `prepared`: on the CPU, take the graph that was packed for this processor, if there is one. `spinning`: idle threads
+    of the CPU wait in busy loops.
     """
 
     wish: DeviceWish = "auto"
     device_id: int = 0
     provider_options: Mapping[str, OptionValue] | None = None
     prepared: bool = True
+    spinning: bool = True
 
     def __post_init__(self) -> None:
         if self.wish not in get_args(DeviceWish):

@@ -82,7 +82,8 @@ class Encoder:
     ) -> None:
         self.manifest = bundle.manifest
         if self.manifest.kind != "encoder":
-            raise ValueError(f"{bundle.folder} is a {self.manifest.kind}, which embeds no text; use generate")
+            use = "encode_images" if self.manifest.config.image else "generate"
+            raise ValueError(f"{bundle.folder} is a {self.manifest.kind}, which embeds no text; use {use}")
         longest = self.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
@@ -130,7 +131,7 @@ class Encoder:
         vectors = np.empty((len(rows), self.dimension), np.float32)
         for batch, found in self._runs(rows, EMBEDDINGS, batch_size):
             vectors[batch] = found
-        _require_finite(vectors)
+        require_finite(vectors)
         if pooling.normalize if normalize is None else normalize:
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors /= np.where(lengths > 0, lengths, 1)
@@ -145,7 +146,7 @@ class Encoder:
         for batch, found in self._runs(rows, HIDDEN_STATES, batch_size):
             for index, row in zip(batch, found, strict=True):
                 states[index] = row[: len(rows[index])].copy()
-                _require_finite(states[index])
+                require_finite(states[index])
         return states
 
     @property
@@ -170,8 +171,8 @@ class Encoder:
         for batch, found in self._runs(rows, LOGITS, batch_size):
             for index, row in zip(batch, found, strict=True):
                 logits = row[: len(rows[index])] if classifier.per_token else row
-                _require_finite(logits)
-                scores[index] = _probabilities(logits, multi_label=classifier.multi_label)
+                require_finite(logits)
+                scores[index] = label_probabilities(logits, multi_label=classifier.multi_label)
         return scores
 
     def close(self) -> None:
@@ -235,7 +236,7 @@ def _too_long(name: str, length: int, most: int) -> str:
     )
 
 
-def _probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> NDArray[np.float32]:
+def label_probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> NDArray[np.float32]:
     """Softmax of logits [..., L], a sigmoid of each with `multi_label`, a single one as it is."""
     if logits.shape[-1] == 1:
         return logits.copy()
@@ -247,6 +248,7 @@ def _probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> NDArray
     return shares
 
 
-def _require_finite(values: NDArray[np.float32]) -> None:
+def require_finite(values: NDArray[np.float32]) -> None:
+    """Raise FloatingPointError when a value is NaN or infinite."""
     if not np.isfinite(values).all():
         raise FloatingPointError("the model overflowed: a hidden state is not finite; export it with --precision bf16")

@@ -1,7 +1,7 @@
-"""One encoder graph on ONNX Runtime: opened, checked against its manifest, and run a padded batch at a time.
+"""One encoder graph on ONNX Runtime: opened, checked against its manifest, and run a batch at a time.
 
-In: a checked bundle, rows of ids. Out: hidden states or embeddings. It batches nothing and encodes no text; several
-threads may run it at once. Legend: B rows, S tokens of the longest, W hidden size.
+In: a checked bundle, rows of ids or images of one size. Out: hidden states or what is read out of them. It batches
+nothing and encodes no text; several threads may run it at once. Legend: B rows, S tokens of the longest, W hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from graphport.model_def.signature import (
     INPUT_IDS,
     LENGTHS,
+    PIXEL_VALUES,
     TOKEN_TYPE_IDS,
     encoder_signature,
+    image_signature,
 )
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_options import OptionValue
@@ -55,7 +57,8 @@ class EncoderSession:
         signature = bundle.manifest.signature
         check_signature("input", signature.inputs, self._session.get_inputs())
         check_signature("output", signature.outputs, self._session.get_outputs())
-        if signature != encoder_signature(bundle.manifest.config):
+        config = bundle.manifest.config
+        if signature != (encoder_signature(config) if config.image is None else image_signature(config)):
             raise ValueError("the manifest's configuration does not fit its graph; export the bundle again")
         self._inputs = {spec.name for spec in signature.inputs}
         self._setup = cuda  # the stream lives as long as the session that runs on it
@@ -73,5 +76,11 @@ class EncoderSession:
         if TOKEN_TYPE_IDS in self._inputs:
             feed[TOKEN_TYPE_IDS] = np.zeros_like(ids)
         (found,) = self._session.run([output], feed)
+        result: NDArray[np.float32] = found
+        return result
+
+    def run_images(self, pixels: NDArray[np.float32], output: str) -> NDArray[np.float32]:
+        """`output` of images of one size [B, C, h, w]: hidden_states [B, S, W], embeddings [B, D], or logits [B, L]."""
+        (found,) = self._session.run([output], {PIXEL_VALUES: pixels})
         result: NDArray[np.float32] = found
         return result

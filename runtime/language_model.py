@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.background import Background
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -29,12 +30,14 @@ from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
 from graphport.runtime.prefix_cache import checked_prefix_budget
+from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestArguments, RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_state
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.tuning import tuned_choice
 from graphport.runtime.turns import Turns
 
 DECODER_BATCH = 8
@@ -57,7 +60,9 @@ def load_language_model(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
-    prepared: bool = True,
+    spinning: bool | None = None,
+    prepared: bool | None = None,
+    tuned: bool = True,
     strict: bool = False,
 ) -> "LanguageModel":
     """Open a decoder's bundle.
@@ -70,14 +75,22 @@ def load_language_model(
     by default. prompt_lookup, draft: where drafts of the next tokens come from, the text so far or a smaller bundle
     with the same token ids; results are those without. cuda_graphs, on CUDA alone: decode steps are captured and
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
-    run on, by default one of the session's own that is ordered with the legacy default stream. prepared: on the CPU,
-    take the graph that `prepare` packed for this processor, if there is one. strict: refuse changed bytes, a bundle
-    without certificate, and a provider or ONNX Runtime other than certified; the graph runs as it was certified, not as
-    packed for this processor. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and
-    ValueError, also for an encoder's bundle.
+    run on, by default one of the session's own that is ordered with the legacy default stream. spinning: idle threads
+    of the CPU wait in busy loops, which answers sooner and takes processors from others; by default they do. prepared:
+    on the CPU, take the graph that `prepare` packed for this processor, by default if there is one. tuned: what `tune`
+    measured on this machine, if it did, is the default of threads, spinning, prefill_chunk and prepared. strict: refuse
+    changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the graph runs as
+    it was certified, not as packed for this processor, and nothing is taken from `tune`. Raises ManifestError,
+    CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
+    choice = tuned_choice(files, device=device) if tuned and not strict else None
+    if choice is not None:
+        threads = choice.threads if threads is None else threads
+        spinning = choice.spinning if spinning is None else spinning
+        prefill_chunk = choice.prefill_chunk if prefill_chunk is None else prefill_chunk
+        prepared = choice.packed if prepared is None else prepared
     lm = LanguageModel(
         files,
         device=device,
@@ -92,7 +105,8 @@ def load_language_model(
         draft=draft,
         cuda_graphs=cuda_graphs,
         stream=stream,
-        prepared=prepared and not strict,
+        spinning=spinning is not False,
+        prepared=prepared is not False and not strict,
     )
     if certificate is not None:
         require_same_surroundings(certificate, files.folder, lm.device)
@@ -122,6 +136,7 @@ class LanguageModel:
         draft: str | os.PathLike[str] | None = None,
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
+        spinning: bool = True,
         prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind != "decoder":
@@ -152,6 +167,7 @@ class LanguageModel:
                 threads=threads,
                 cuda_graphs=cuda_graphs,
                 stream=stream,
+                spinning=spinning,
                 prepared=prepared,
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
@@ -211,10 +227,20 @@ class LanguageModel:
         options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
         or dropping it, cancels the request and frees its place in the batch.
         """
-        wish = params or SamplingParams()
-        request = self._intake.generation(prompt, wish, RequestOptions(**options), name="prompt")
+        return self._turns.results(self.request(prompt, params, **options))
+
+    def request(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestArguments]
+    ) -> Request[StreamEvent]:
+        """A checked request, which `background` can run. Raises as `generate` does; a time-out begins now."""
+        checked = RequestOptions(**options)
+        request = self._intake.generation(prompt, params or SamplingParams(), checked, name="prompt")
         self._turns.admit([request])
-        return self._turns.results(request)
+        return request
+
+    def background(self) -> Background:
+        """A thread that runs requests and hands over what they bring; close it before the model."""
+        return Background(self._turns)
 
     def chat(
         self,

@@ -1,7 +1,7 @@
 """Open a bundle of any kind.
 
-In: a path and what to run it with. Out: a `LanguageModel` or an `Encoder`, as the manifest says. It opens nothing
-itself.
+In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder` or an `ImageEncoder`, as the manifest says. It
+opens nothing itself.
 """
 
 import os
@@ -12,6 +12,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
+from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
 
 
@@ -30,14 +31,16 @@ def load(
     draft: str | os.PathLike[str] | None = None,
     cuda_graphs: GraphWish = "auto",
     stream: int | None = None,
-    prepared: bool = True,
+    spinning: bool | None = None,
+    prepared: bool | None = None,
+    tuned: bool = True,
     strict: bool = False,
-) -> LanguageModel | Encoder:
-    """Open a bundle: a decoder's with `load_language_model`, an encoder's with `load_encoder`; see those.
+) -> LanguageModel | Encoder | ImageEncoder:
+    """Open a bundle: with `load_language_model`, `load_encoder` or `load_image_encoder`, as its kind is; see those.
 
-    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder. prefill_chunk, prefix_cache_bytes,
-    prompt_lookup, draft, cuda_graphs=True and strict are a decoder's. Raises ManifestError, DeviceError,
-    NotEnoughMemoryError, ValueError.
+    max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
+    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and strict are a decoder's. Raises
+    ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
     if files.manifest.kind == "decoder":
@@ -55,7 +58,9 @@ def load(
             draft=draft,
             cuda_graphs=cuda_graphs,
             stream=stream,
+            spinning=spinning,
             prepared=prepared,
+            tuned=tuned,
             strict=strict,
         )
     refused = {
@@ -64,12 +69,25 @@ def load(
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
         "cuda_graphs": cuda_graphs is True,
+        "spinning": spinning is not None,
         "strict": strict,
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
         raise ValueError(
-            f"{names} cannot be heeded: {files.folder} is an encoder, which has no cache and no decode steps"
+            f"{names} cannot be heeded: {files.folder} is an {files.manifest.kind}, which has no cache and no decode "
+            "steps"
+        )
+    if files.manifest.kind == "image_encoder":
+        return ImageEncoder(
+            files,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_batch=IMAGE_BATCH if max_batch is None else max_batch,
+            max_length=max_length,
+            threads=threads,
+            stream=stream,
         )
     return Encoder(
         files,

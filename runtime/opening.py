@@ -48,6 +48,8 @@ _CUDA_ENTRIES = {
     "ep.cuda.fpa_intb_gemm": "1",  # MatMulNBits orders its weights for the compact GEMM
 }
 
+_SLEEPING_ENTRIES = {"session.intra_op.allow_spinning": "0", "session.inter_op.allow_spinning": "0"}
+
 _LOG_ERRORS = 3  # of ONNX Runtime's levels: 2 is warnings
 
 _log = logging.getLogger(__name__)
@@ -81,7 +83,7 @@ def open_graph(
     device, reason = choose_device(request, target=bundle.manifest.target)
     if device == "cuda":
         try:
-            return _open_on_cuda(bundle, request.device_id, options, limits, cuda, threads=threads)
+            return _open_on_cuda(bundle, request, options, limits, cuda, threads=threads)
         except DeviceError as error:
             if request.wish != "auto":
                 raise
@@ -92,9 +94,10 @@ def open_graph(
         level = logging.WARNING if bundle.manifest.target == "cuda" else logging.INFO
         _log.log(level, "device auto: cpu (%s)", reason)
     plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU")
-    session = _open_prepared(bundle, threads=threads) if request.prepared else None
+    entries = {} if request.spinning else _SLEEPING_ENTRIES
+    session = _open_prepared(bundle, threads=threads, entries=entries) if request.prepared else None
     return OpenedGraph(
-        session=session or _open(bundle, "cpu", {}, threads=threads),
+        session=session or _open(bundle, "cpu", {}, threads=threads, entries=entries),
         device="cpu",
         device_id=0,
         plan=plan,
@@ -103,7 +106,7 @@ def open_graph(
     )
 
 
-def _open_prepared(bundle: BundleFiles, *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
+def _open_prepared(bundle: BundleFiles, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
     """The graph packed for this processor, if there is one and it computes what it did; else None, and a log line."""
     if bundle.manifest.target != "cpu" or bundle.manifest.kind != "decoder":
         return None
@@ -114,7 +117,7 @@ def _open_prepared(bundle: BundleFiles, *, threads: int) -> Any:  # noqa: ANN401
         return None
     graph, probe = found
     try:
-        session = cpu_session(graph, threads=threads)
+        session = cpu_session(graph, threads=threads, entries=entries)
         problem = probe_problem(session, probe)
     except ORT_ERRORS as error:
         problem = " ".join(str(error).split())
@@ -141,13 +144,14 @@ def cpu_session(
 
 def _open_on_cuda(
     bundle: BundleFiles,
-    device_id: int,
+    request: DeviceRequest,
     options: Mapping[str, str],
     limits: RunLimits,
     cuda: CudaSetup,
     *,
     threads: int,
 ) -> OpenedGraph:
+    device_id = request.device_id
     limit = kernel_limit(bundle.header, bundle.manifest.cache_dtype, "cuda")
     if limit is not None:
         raise DeviceError(f"{bundle.folder} cannot run on CUDA: {limit}; export it with --target cuda")
@@ -160,7 +164,8 @@ def _open_on_cuda(
     if device_id:  # its default is 0, and ONNX Runtime 1.31 warns of any that is given
         own["device_id"] = str(device_id)
     with _errors_of(device_id):
-        session = _open_for_capture(bundle, {**options, **own}, cuda, threads=threads)
+        entries = {**_CUDA_ENTRIES, **({} if request.spinning else _SLEEPING_ENTRIES)}
+        session = _open_for_capture(bundle, {**options, **own}, cuda, threads=threads, entries=entries)
     note_missing_cudnn()
     taken = session.get_provider_options()["CUDAExecutionProvider"]
     _log.info(
@@ -173,14 +178,16 @@ def _open_on_cuda(
     return OpenedGraph(session=session, device="cuda", device_id=device_id, plan=plan, provider_options=taken)
 
 
-def _open_for_capture(bundle: BundleFiles, options: Mapping[str, str], cuda: CudaSetup, *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
+def _open_for_capture(
+    bundle: BundleFiles, options: Mapping[str, str], cuda: CudaSetup, *, threads: int, entries: Mapping[str, str]
+) -> Any:  # noqa: ANN401 - ORT is untyped
     """Open with capture of graphs, or without it where ONNX Runtime refuses (`cuda` keeps the reason)."""
     try:
-        return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads)
+        return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads, entries=entries)
     except (DeviceError, ValueError) as error:
         if not cuda.refuse(error.__cause__ or error):
             raise
-    return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads)
+    return _open(bundle, "cuda", {**options, **cuda.provider_options()}, threads=threads, entries=entries)
 
 
 @contextlib.contextmanager
@@ -229,8 +236,15 @@ def _checked_plan(bundle: BundleFiles, device: Device, limits: RunLimits, free: 
     return plan
 
 
-def _open(bundle: BundleFiles, device: Device, provider_options: Mapping[str, str], *, threads: int) -> Any:  # noqa: ANN401 - ORT is untyped
-    options = _session_options(threads, _CUDA_ENTRIES if device == "cuda" else {})
+def _open(
+    bundle: BundleFiles,
+    device: Device,
+    provider_options: Mapping[str, str],
+    *,
+    threads: int,
+    entries: Mapping[str, str],
+) -> Any:  # noqa: ANN401 - ORT is untyped
+    options = _session_options(threads, entries)
     try:
         return open_inference_session(bundle.graph, options, device, provider_options)
     except ORT_ERRORS as error:

@@ -25,8 +25,12 @@ class Request(Generic[Result]):
         """Whether every sequence has ended, for any reason or by an error."""
         return all(sequence.is_finished for sequence in self.sequences)
 
+    @property
+    def error(self) -> Exception | None:
+        """The error of the first sequence that has one."""
+        return next((sequence.error for sequence in self.sequences if sequence.error is not None), None)
+
     def raise_error(self) -> None:
-        """Raise the error of the first sequence that has one."""
-        for sequence in self.sequences:
-            if sequence.error is not None:
-                raise sequence.error
+        """Raise `error` if there is one."""
+        if self.error is not None:
+            raise self.error

@@ -56,6 +56,7 @@ SHAPE_OPS = (
     "Add",
     "Sub",
     "Mul",
+    "Div",
     "Equal",
 )
 
@@ -86,6 +87,7 @@ class Session:
         cuda_graphs: GraphWish = "auto",
         stream: int | None = None,
         prepared: bool = True,
+        spinning: bool = True,
     ) -> None:
         """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
 
@@ -94,7 +96,13 @@ class Session:
         self.threads = default_threads() if threads is None else checked_threads(threads)
         longest = bundle.manifest.max_length
         limits = limits or RunLimits(max_batch=1, max_length=longest, prefill_chunk=longest)
-        request = DeviceRequest(wish=device, device_id=device_id, provider_options=provider_options, prepared=prepared)
+        request = DeviceRequest(
+            wish=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            prepared=prepared,
+            spinning=spinning,
+        )
         cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
         opened = open_graph(bundle, request, limits, cuda, threads=self.threads)
         self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id

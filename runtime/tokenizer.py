@@ -115,17 +115,27 @@ class Tokenizer:
         """A decoder for ids that come one by one; what it gives in sum equals `decode`."""
         return TextStream(self._tokenizer, self._special, skip_special_tokens=skip_special_tokens)
 
-    def render_chat_template(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt text of a chat. Raises ChatTemplateError; see `ChatTemplate.render`."""
         if self._chat_template is None:
             raise ChatTemplateError(f"this model has no {CHAT_TEMPLATE_FILE}: give it plain text instead of messages")
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[int]:
         """The prompt ids of a chat. The template writes all special tokens, so the tokenizer adds none of its own."""
-        text = self.render_chat_template(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat_template(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self.encode(text, add_special_tokens=False)
 
     def _checked(self, token_id: int) -> int:

@@ -1,7 +1,7 @@
 """Threads share one engine by turns: whoever waits for a result runs the next step, or waits for another's step.
 
-In: requests. Out: their results, by and by. So there is no thread of our own, and a result that nobody reads holds up
-no one. It schedules nothing (see `engine.py`).
+In: requests. Out: their results, by and by. So there is no thread of our own (`background.py` has one), and a result
+that nobody reads holds up no one. It schedules nothing (see `engine.py`).
 """
 
 import threading
@@ -11,6 +11,7 @@ from typing import Any
 
 from graphport.runtime.engine import Engine
 from graphport.runtime.request import Request, Result
+from graphport.runtime.sequence import Sequence
 
 
 class Turns:
@@ -25,11 +26,11 @@ class Turns:
     def run(self, requests: Many[Request[Any]]) -> None:
         """Run requests to their end, their results unread. Raises the first error; none goes on after that."""
         try:
-            self._submit(requests)
+            self.submit(requests)
             for request in requests:
                 while not request.is_finished:
                     request.results.clear()  # what they are is read from the sequences at the end
-                    self._advance(request)
+                    self.advance([request])
                 request.raise_error()
         finally:
             self._cancel(requests)
@@ -42,12 +43,12 @@ class Turns:
     def results(self, request: Request[Result]) -> Iterator[Result]:
         """Run `request` and give its results as they come. Closing the iterator, or dropping it, cancels it."""
         try:
-            self._submit([request])
+            self.submit([request])
             while not request.is_finished or request.results:
                 if request.results:
                     yield request.results.popleft()
                 else:
-                    self._advance(request)
+                    self.advance([request])
             request.raise_error()
         finally:
             self._cancel([request])
@@ -68,17 +69,23 @@ class Turns:
             raise RuntimeError("this LanguageModel is closed; load the bundle again")
         return self.engine
 
-    def _submit(self, requests: Many[Request[Any]]) -> None:
+    def submit(self, requests: Many[Request[Any]]) -> None:
+        """Queue requests; they run when somebody advances. Raises RuntimeError once the engine is closed."""
         engine = self.need_engine()
         for request in requests:
             engine.submit(*request.sequences)
 
-    def _advance(self, request: Request[Any]) -> None:
-        """Run one step of the engine, or wait for the steps that another thread runs until they reach `request`."""
+    def cancel_later(self, requests: Many[Request[Any]]) -> None:
+        """End what is left of requests with the next step, which the caller knows to come."""
+        if self.engine is not None:
+            self.engine.cancellations.extend(_unfinished(requests))
+
+    def advance(self, requests: Many[Request[Any]]) -> None:
+        """Run one step, or wait for the steps of another thread until they reach one of `requests`."""
         with self._turn:
-            while self._is_stepping and not (request.results or request.is_finished):
+            while self._is_stepping and not _is_reached(requests):
                 self._turn.wait()
-            if request.results or request.is_finished:
+            if _is_reached(requests):
                 return
             engine = self.need_engine()
             self._is_stepping = True
@@ -94,8 +101,7 @@ class Turns:
 
         It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
         """
-        engine = self.engine
-        unfinished = [each for request in requests for each in request.sequences if not each.is_finished]
+        engine, unfinished = self.engine, _unfinished(requests)
         if engine is None or not unfinished:
             return
         engine.cancellations.extend(unfinished)
@@ -105,3 +111,11 @@ class Turns:
                     engine.drop_cancelled()
             finally:
                 self._turn.release()
+
+
+def _is_reached(requests: Many[Request[Any]]) -> bool:
+    return any(request.results or request.is_finished for request in requests)
+
+
+def _unfinished(requests: Many[Request[Any]]) -> list[Sequence]:
+    return [each for request in requests for each in request.sequences if not each.is_finished]

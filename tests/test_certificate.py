@@ -64,6 +64,19 @@ def test_the_certificate_says_what_was_compared_with_what(made: Path) -> None:
     assert (made / CERTIFICATE_FILE).stat().st_size < 2_000_000
 
 
+def test_it_holds_the_error_of_every_place_of_both_graphs(made: Path) -> None:
+    layers = read_certificate(made, read_manifest(made)).layers
+    fused, shipped = layers["the same passes in fp32"], layers["the graph that ships"]
+    assert list(layers) == ["the same passes in fp32", "the graph that ships"]
+    for series in (fused, shipped):
+        assert series["prompt"] == 28
+        assert [len(row) for row in series["relative"]] == [len(series["sites"])] * 5
+        assert {"embedding", "layer 1 attention.key", "layer 1 feed_forward.down", "logits"} <= set(series["sites"])
+        assert not any("value" in site for site in series["sites"])  # smoothing scales them
+    assert max(map(max, fused["relative"])) < 1e-4
+    assert 1e-4 < max(map(max, shipped["relative"])) < 0.6
+
+
 def test_it_survives_the_way_to_its_file_and_back(made: Path) -> None:
     certificate = read_certificate(made, read_manifest(made))
     assert certificate.to_json() == (made / CERTIFICATE_FILE).read_text(encoding="utf-8")
@@ -140,12 +153,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "none": (lambda bundle: (bundle / CERTIFICATE_FILE).unlink(), "has no certificate.json, so nothing says"),
     "truncated": (truncate, "is damaged"),
     "newer": (
-        lambda bundle: change_certificate(bundle, format=3),
-        "has format 3, this graphport reads 2; install a newer",
+        lambda bundle: change_certificate(bundle, format=4),
+        "has format 4, this graphport reads 3; install a newer",
     ),
     "older": (
-        lambda bundle: change_certificate(bundle, format=1),
-        "has format 1, this graphport reads 2; make one with",
+        lambda bundle: change_certificate(bundle, format=2),
+        "has format 2, this graphport reads 3; make one with",
     ),
     "other bytes": (lambda bundle: change_certificate(bundle, files={"model.onnx": "0"}), "is for other bytes than"),
     "no text": (

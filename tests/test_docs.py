@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import typer
+from PIL import Image
 from tiny_encoders import make_encoder, save_sentence_folder
 from tiny_sources import write_tiny_source
+from tiny_vision import make_vision, save_vision_folder
 
 from graphport.cli import app
 from graphport.export import export
@@ -20,6 +22,7 @@ PAGES = (
     "docs/runtime.md",
     "docs/parity.md",
     "docs/encoders.md",
+    "docs/vision.md",
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -35,10 +38,15 @@ def _blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model.gguf`, its bundle in `build/model`, and an encoder in `minilm`, as the pages name them."""
+    """A folder with `model.gguf`, its bundle in `build/model`, an encoder in `minilm`, image encoders in `clip` and
+    `vit`, and a picture, as the pages name them.
+    """
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     save_sentence_folder(folder / "minilm", make_encoder("bert"))
+    save_vision_folder(folder / "clip", make_vision("clip"))
+    save_vision_folder(folder / "vit", make_vision("vit classifier"))
+    Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder
 

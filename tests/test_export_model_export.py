@@ -342,7 +342,7 @@ STAGES = (
     (certify_module, "certify_stages"),
     (export_module, "compile_graph"),
     (export_module, "write_graph"),
-    (certify_module, "certify_bundle"),
+    (export_module, "bundle_certificate"),
     (records_module, "write_json"),
     (records_module, "record_files"),
 )
@@ -372,9 +372,9 @@ def test_progress_names_every_stage(tmp_path: Path) -> None:
         "running eager PyTorch",
         "parity of the fused graph",
         "compiling the graph",
-        "parity of the bundle",
         "writing the bundle",
         *[f"parity of the bundle: {run}" for run in ("prefill", "decode", "chunked prefill", "ragged batch", "rewind")],
+        "errors by layer",
     ]
 
 

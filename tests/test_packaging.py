@@ -47,7 +47,7 @@ def test_wheel_from_the_source_archive_has_every_module_and_nothing_else(tmp_pat
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "installed")
-    assert "graphport/py.typed" in names
+    assert {"graphport/py.typed", "graphport/runtime/server_page.html"} <= set(names)
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"graphport"}
     done = _import_every_module(tmp_path / "installed")
     assert done.returncode == 0, done.stderr
@@ -88,6 +88,7 @@ def _lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
         ("src/graphport/cli_tables.py", "import torch", "the command line starts without torch"),
         ("src/graphport/cli_answers.py", "import onnxruntime", "the command line starts without torch"),
         ("src/graphport/cli_run.py", "import graphport.export", "the command line starts without torch"),
+        ("src/graphport/cli_serve.py", "import torch", "the command line starts without torch"),
         ("src/graphport/cli_eval.py", "import graphport.export.source", "the command line starts without torch"),
         ("src/graphport/cli_options.py", "import torch", "the command line starts without torch"),
     ],

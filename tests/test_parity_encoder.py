@@ -111,6 +111,32 @@ def test_b45_a_row_without_a_token_and_padding_give_finite_numbers(staged: Stage
         assert np.isfinite(found).all()
 
 
+MASKS = {
+    "right": np.arange(16) < np.array([[16], [9], [1], [12]]),
+    "left": np.arange(16) >= np.array([[0], [7], [15], [4]]),
+    "holes": np.random.default_rng(63).random((4, 16)) < 0.6,
+    "all ones": np.ones((4, 16), bool),
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_b63_a_mask_of_any_shape_gives_what_its_tokens_give_packed_to_the_left(kind: str, tmp_path: Path) -> None:
+    """B63: the graph takes lengths, so the tokens that a mask keeps go in alone; eager takes the mask itself."""
+    staged, mask = make_staged(CONFIGS["encoder_bert"]), MASKS[kind]
+    ids = np.random.default_rng(64).integers(1, 60, size=mask.shape)
+    with torch.inference_mode():
+        eager = staged.model(torch.tensor(ids), padding=torch.tensor(mask)).numpy()
+    rows = [Row(row[kept].tolist(), [0] * int(kept.sum())) for row, kept in zip(ids, mask, strict=True)]
+    runner = staged.compiled(tmp_path / "fp32", CPU, "fp32", optimize=True)
+    found = runner.states(rows, pad_id=7, length=16).hidden
+    for states, wanted, kept in zip(found, eager, mask, strict=True):
+        assert_parity(states, wanted[kept], "compiled")
+    if kind in ("left", "holes"):  # a mask turned into a length reads the wrong tokens
+        cut = [Row(row[: kept.sum()].tolist(), [0] * int(kept.sum())) for row, kept in zip(ids, mask, strict=True)]
+        with pytest.raises(AssertionError):
+            assert_parity(runner.states(cut).hidden[1], eager[1][mask[1]], "compiled")
+
+
 def test_int8_equals_eager_with_the_weights_that_it_holds(staged: Staged, tmp_path: Path) -> None:
     found = staged.compiled(tmp_path / "int8", EXACT, "int8", optimize=True).states(staged.rows)
     rounded = copy.deepcopy(staged.model)

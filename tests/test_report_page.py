@@ -63,6 +63,9 @@ def test_the_page_shows_graph_certificate_and_times(
         "window of 6: largest difference of a logit by position in the text, logarithmic",
         "Not covered: tokenizer: the source has none.",
         "layer 1 attention",
+        "the graph that ships: largest relative error by place, from the embedding to the logits, logarithmic",
+        "prompt of 28",
+        "step 4",
         "RotaryCachedAttention",
         "GroupQueryAttention",
         "packed_qkv",
@@ -70,8 +73,13 @@ def test_the_page_shows_graph_certificate_and_times(
     ):
         assert words in page.text, words
     certificate = json.loads((bundles["gemma"] / "certificate.json").read_text(encoding="utf-8"))
-    assert page.tags.count("svg") == len(certificate["errors"])
-    assert page.tags.count("circle") == sum(len(run["positions"]) for run in certificate["errors"].values())
+    layers = certificate["layers"]
+    assert list(layers) == ["the same passes in fp32", "the graph that ships"]
+    assert page.tags.count("svg") == len(certificate["errors"]) + 2
+    dots = [len(run["positions"]) for run in certificate["errors"].values()] + [
+        len(e["sites"]) for e in layers.values()
+    ]
+    assert page.tags.count("circle") == sum(dots)
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -213,3 +213,15 @@ def test_the_callers_messages_stay_as_they_were() -> None:
 
 def test_a_plain_jinja_environment_would_fail_this_suite() -> None:
     assert "class" in jinja2.Environment().from_string("{{ ''.__class__.__mro__ }}").render()
+
+
+def test_tools_are_given_to_a_template_that_takes_them_and_refused_by_others() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    taking = ChatTemplate("{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}")
+    assert taking.render(messages, tools=tools) == "f x"
+    assert taking.render(messages) == "x"
+    with pytest.raises(ChatTemplateError, match="takes no tools: leave them out"):
+        ChatTemplate("{{ messages[0].content }}").render(messages, tools=tools)
+    with pytest.raises(ChatTemplateError, match=r"tools\[0\].* must be plain JSON data"):
+        taking.render(messages, tools=[{"function": {"name": object()}}])

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +13,10 @@ from parity import assert_parity, assert_same_choice
 from tiny_models import VOCAB, decode_length, tiny_configs, tiny_model, token_ids
 
 import graphport.export.model_export as export_module
+from graphport.export import round_matrices
+from graphport.export.error_feedback import round_with_feedback
 from graphport.export.model_export import export
+from graphport.export.quantize import BlockQuantized
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.signature import decoder_signature
 from graphport.model_def.transformer import CachedDecoder
@@ -29,7 +33,10 @@ Bundles = Callable[[str, str, str], Path]
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    """The folder of a bundle by kind, target and precision; all of a kind come from one trace."""
+    """The folder of a bundle by kind, target and precision; all of a kind come from one trace.
+
+    4-bit blocks are symmetric, as those for CUDA: with zero points the CPU's are other numbers.
+    """
 
     @functools.cache
     def traced(kind: str) -> ir.Model:
@@ -42,10 +49,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
         length = decode_length(CONFIGS[kind])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(export_module, "torch_to_onnx", lambda *_: traced(kind).clone())
+            patch.setattr(round_matrices, "round_with_feedback", functools.partial(_symmetric, round_with_feedback))
             export(tiny_model(CONFIGS[kind]), out, target=target, precision=precision, context=length, verify=False)
         return out
 
     return exported
+
+
+def _symmetric(round_: Callable[..., BlockQuantized], *matrices: Any, **options: Any) -> BlockQuantized:
+    return round_(*matrices, **options | {"asymmetric": False})
 
 
 def opened(folder: Path) -> LanguageModel:

@@ -3,8 +3,8 @@
 In: arguments. Out: results on stdout, progress and tables on stderr, exit status 0 done, 1 refused or failed, 2 bad
 arguments, 130 interrupted, 143 told to end. It computes nothing itself.
 
-What a command needs is imported inside its function: `generate` and `chat` must start without torch, `--help` without
-anything, and `export` must be able to say which optional dependency is missing.
+What a command needs is imported inside its function: `generate`, `chat` and `serve` must start without torch, `--help`
+without anything, and `export` must be able to say which optional dependency is missing.
 """
 
 import contextlib
@@ -30,6 +30,8 @@ from graphport.cli_options import Invocation
 from graphport.cli_plan import plan
 from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
+from graphport.cli_serve import serve
+from graphport.cli_tune import tune
 from graphport.cli_verify import verify
 
 app = typer.Typer(
@@ -42,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "generate": generate,
     "chat": chat,
     "prepare": prepare,
+    "tune": tune,
     "verify": verify,
     "diff": diff,
     "report": report,
@@ -49,6 +52,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "bench": bench,
     "plan": plan,
     "embed": embed,
+    "serve": serve,
 }
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_command)

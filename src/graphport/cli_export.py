@@ -59,6 +59,9 @@ def export(
     no_prepare: Annotated[
         bool, typer.Option("--no-prepare", help="Do not pack a GGUF file's blocks for this machine's processor.")
     ] = False,
+    image_size: Annotated[
+        str | None, typer.Option(metavar="HxW", help="Fix the size of images, as 224 or 224x336; default: any.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing OUT.")] = False,
     _debug: Debug = False,
 ) -> None:
@@ -76,6 +79,7 @@ def export(
             precision=precision,
             kv_cache=kv_cache,
             context=context,
+            image_size=_image_size(image_size),
             seed=seed,
             verify=not no_verify,
             accuracy_level=accuracy_level,
@@ -101,6 +105,16 @@ def export(
         cli_tables.print_line(
             f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
         )
+
+
+def _image_size(text: str | None) -> tuple[int, int] | None:
+    """Height and width in pixels, from "224" or "224x336"."""
+    if text is None:
+        return None
+    edges = text.lower().split("x")
+    if len(edges) > 2 or not all(edge.isascii() and edge.isdigit() for edge in edges):
+        raise typer.BadParameter(f"--image-size {text!r} must be a number of pixels, or height x width as 224x336")
+    return int(edges[0]), int(edges[-1])
 
 
 def report(

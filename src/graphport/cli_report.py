@@ -15,7 +15,7 @@ from rich.table import Table
 
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
 from graphport.model_def.readout_config import PoolingConfig
-from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, Manifest, read_manifest
+from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, TUNING_FILE, Manifest, read_manifest
 from graphport.report_page import report_page
 
 _CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
@@ -61,7 +61,8 @@ class Report:
     """What a bundle says about itself; `checks` is None when it was exported without a certificate.
 
     `matrices` are those of a GGUF file in precision gguf; `accuracy_level` is how quantised matrices are multiplied;
-    `choice` is that of precision auto.
+    `choice` is that of precision auto. `tuning` is what `tune` measured, None without, and `tuning_problem` why it is
+    not heeded here.
     """
 
     path: Path
@@ -72,6 +73,8 @@ class Report:
     accuracy_level: int | None
     choice: ChoiceRow | None
     checks: tuple[CheckRow, ...] | None
+    tuning: dict[str, Any] | None = None
+    tuning_problem: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data of every field; checks are null without a certificate."""
@@ -84,6 +87,8 @@ class Report:
             "accuracy_level": self.accuracy_level,
             "choice": None if self.choice is None else asdict(self.choice),
             "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
+            "tuning": self.tuning,
+            "tuning_problem": self.tuning_problem,
         }
 
 
@@ -103,6 +108,7 @@ def read_report(folder: Path) -> Report:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
         ) from error
+    tuning, problem = _read_tuning(folder)
     return Report(
         path=folder,
         manifest=manifest,
@@ -112,7 +118,22 @@ def read_report(folder: Path) -> Report:
         accuracy_level=account.get("accuracy_level"),
         choice=choice,
         checks=checks,
+        tuning=tuning,
+        tuning_problem=problem,
     )
+
+
+def _read_tuning(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """What was tuned, with the choice in words, or why it is not heeded here."""
+    if not (folder / TUNING_FILE).is_file():
+        return None, None
+    from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.tuning import Tuning, find_tuning
+
+    found = find_tuning(open_bundle(folder))
+    if not isinstance(found, Tuning):
+        return None, found
+    return {**found.to_dict(), "words": found.choice.words()}, None
 
 
 def _check_row(check: dict[str, Any]) -> CheckRow:
@@ -132,10 +153,10 @@ def print_report(report: Report) -> None:
         *(() if (dtype := manifest.cache_dtype) is None else (("KV cache", _CACHE_NAMES.get(dtype, dtype)),)),
         *(() if (head := manifest.config.classifier) is None else (("labels", ", ".join(head.labels)),)),
         *(() if (pooling := manifest.config.pooling) is None else (("pooling", _pooling(pooling)),)),
-        ("longest text", f"{manifest.max_length} tokens"),
+        *_limits(manifest),
         ("layers", str(manifest.config.num_layers)),
-        ("vocabulary", str(manifest.config.vocab_size)),
         *((f"source {key}", value) for key, value in manifest.source.items()),
+        *(() if report.tuning is None else (("tuned here", report.tuning["words"]),)),
         ("graphport", manifest.graphport_version),
     ):
         table.add_row(escape(name), escape(value))
@@ -144,11 +165,24 @@ def print_report(report: Report) -> None:
     print_matrices(report.matrices)
     if report.choice is not None:
         print_choice(report.choice)
-    print_notes(report.advice)
+    print_notes((*report.advice, *(() if report.tuning_problem is None else (report.tuning_problem,))))
     if report.checks is None:
         print_line("no certificate: it was exported with --no-verify")
     elif manifest.target != "cpu":
         print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+
+
+def _limits(manifest: Manifest) -> list[tuple[str, str]]:
+    """What a bundle takes: texts and ids, or images."""
+    image = manifest.config.image
+    if image is None:
+        return [("longest text", f"{manifest.max_length} tokens"), ("vocabulary", str(manifest.config.vocab_size))]
+    if image.fixed_size is not None:
+        return [("images", f"{image.fixed_size[0]} x {image.fixed_size[1]}")]
+    return [
+        ("images", f"multiples of {image.patch_size[0]} x {image.patch_size[1]}, at most {manifest.max_length} tokens"),
+        ("trained on", f"{image.native_size[0]} x {image.native_size[1]}"),
+    ]
 
 
 def write_page(report: Report, path: Path, *, with_times: bool) -> None:

@@ -39,7 +39,7 @@ def verify(
     _debug: Debug = False,
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    if read_manifest(bundle).kind == "encoder":
+    if read_manifest(bundle).kind != "decoder":
         _verify_encoder(bundle, against, given={"--write": write, "--invariance": invariance}, as_json=as_json)
         return
     from graphport.runtime.bundle_files import open_bundle

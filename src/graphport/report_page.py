@@ -21,6 +21,7 @@ th { background: #eef1f4; } .number { font-variant-numeric: tabular-nums; }
 .failed { color: #a40e26; font-weight: bold; } .ok { color: #116329; } .why { color: #7a4a00; }
 svg { border: 1px solid #ccd3da; background: #fff; } figure { margin: 0 0 1.5em; } figcaption { margin: .2em 0; }
 """
+_TRIAL_SECONDS = ("best_seconds", "seconds", "noise")
 _WIDTH, _HEIGHT, _MARGIN = 900, 160, 46
 
 
@@ -38,6 +39,7 @@ def report_page(facts: Json, account: Json, certificate: Json | None, times: Seq
             ("file", "bytes", "SHA-256"),
             [(name, _number(record["size"]), record["sha256"]) for name, record in manifest["files"].items()],
         ),
+        *_tuning_parts(facts["tuning"]),
         "<h2>Certificate</h2>",
         *_certificate_parts(certificate),
         "<h2>Graph, place by place</h2>",
@@ -60,9 +62,27 @@ def _facts_table(manifest: Json, facts: Json) -> str:
         ("vocabulary", config["vocab_size"]),
         *((f"source {key}", value) for key, value in manifest["source"].items()),
         ("graphport", manifest["graphport_version"]),
+        ("tuned here", None if facts["tuning"] is None else facts["tuning"]["words"]),
+        ("not tuned here", facts["tuning_problem"]),
         *(("advice", line) for line in facts["advice"]),
     ]
     return _table(("", ""), [(name, value) for name, value in rows if value is not None])
+
+
+def _tuning_parts(tuning: Json | None) -> list[str]:
+    """What was tried on this machine; nothing where nothing was."""
+    if tuning is None:
+        return []
+    rows = [
+        (
+            trial["what"],
+            *(("" if trial[name] is None else _number(1e3 * trial[name], digits=1)) for name in _TRIAL_SECONDS),
+            trial["verdict"],
+        )
+        for trial in tuning["trials"]
+    ]
+    heads = ("tried", "before, ms", "with it, ms", "noise, ms", "")
+    return ["<h2>Tuned on this machine</h2>", f"<p>Timed: {escape(tuning['request'])}.</p>", _table(heads, rows)]
 
 
 def _certificate_parts(certificate: Json | None) -> list[str]:
@@ -87,6 +107,8 @@ def _certificate_parts(certificate: Json | None) -> list[str]:
     missing = certificate.get("uncovered", ())
     parts += [f"<p>Not covered: {escape('; '.join(missing))}.</p>"] if missing else []
     parts += [_chart(run, series) for run, series in certificate.get("errors", {}).items()]
+    for name, series in certificate.get("layers", {}).items():
+        parts += _layer_parts(name, series)
     return parts
 
 
@@ -94,7 +116,31 @@ def _chart(run: str, series: Json) -> str:
     """KL by position on a logarithmic scale, or the largest difference where the divergence is nothing throughout."""
     kind = "kl" if max(series["kl"]) > 1e-7 else "max_abs"
     label = "KL in nats" if kind == "kl" else "largest difference of a logit"
-    positions, values = series["positions"], [max(value, 1e-12) for value in series[kind]]
+    caption = f"{run}: {label} by position in the text, logarithmic"
+    return _figure(caption, series["positions"], series[kind], name="position")
+
+
+def _layer_parts(name: str, series: Json) -> list[str]:
+    """The relative error of each place, its largest over all steps drawn, and a row a layer with every step."""
+    largest = [max(column) for column in zip(*series["relative"], strict=True)]
+    caption = f"{name}: largest relative error by place, from the embedding to the logits, logarithmic"
+    layers: dict[str, list[int]] = {}
+    for index, site in enumerate(series["sites"]):
+        layers.setdefault(" ".join(site.split()[:2]) if site.startswith("layer ") else site, []).append(index)
+    steps = [f"prompt of {series['prompt']}", *(f"step {step}" for step in range(1, len(series["relative"])))]
+    rows = [
+        (layer, *(f"{max(values[index] for index in indices):.2g}" for values in series["relative"]))
+        for layer, indices in layers.items()
+    ]
+    return [
+        _figure(caption, range(len(largest)), largest, name="place"),
+        _table((f"{name}: relative error", *steps), rows),
+    ]
+
+
+def _figure(caption: str, positions: Sequence[int], sizes: Sequence[float], *, name: str) -> str:
+    """A dot a value, over its position."""
+    values = [min(max(value, 1e-12), 1e12) for value in sizes]
     low, high = min(values), max(values)
     left = min(positions)
     right = max(*positions, left + 1)
@@ -110,11 +156,11 @@ def _chart(run: str, series: Json) -> str:
     texts = (
         f'<text x="4" y="26" font-size="12">{high:.1e}</text>'
         f'<text x="4" y="{_HEIGHT - 22}" font-size="12">{low:.1e}</text>'
-        f'<text x="{_MARGIN}" y="{_HEIGHT - 5}" font-size="12">position {left}</text>'
-        f'<text x="{_WIDTH - 110}" y="{_HEIGHT - 5}" font-size="12">position {right}</text>'
+        f'<text x="{_MARGIN}" y="{_HEIGHT - 5}" font-size="12">{escape(name)} {left}</text>'
+        f'<text x="{_WIDTH - 110}" y="{_HEIGHT - 5}" font-size="12">{escape(name)} {right}</text>'
     )
     return (
-        f"<figure><figcaption>{escape(run)}: {label} by position in the text, logarithmic</figcaption>"
+        f"<figure><figcaption>{escape(caption)}</figcaption>"
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{dots}{texts}</svg></figure>'
     )
 

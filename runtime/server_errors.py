@@ -1,0 +1,80 @@
+"""What a server answers when it does not do what was asked, in OpenAI's form.
+
+In: errors of the library, or a refusal. Out: `ApiError`, which has a status and a body. It sends nothing.
+"""
+
+from typing import Any
+
+from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.constraints import ConstraintError
+from graphport.runtime.memory import NotEnoughMemoryError
+from graphport.runtime.sampling import NonFiniteLogitsError
+
+_LONGEST = 400  # characters of a message: values that callers gave are quoted in it
+
+
+class ApiError(Exception):
+    """A refusal or failure. `param`: the field to blame. `code`: a word for programs. `retry_after`: in seconds.
+
+    `allow`: the methods that a path takes.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+        allow: str | None = None,
+    ) -> None:
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
+        self.status = status
+        self.param = param
+        self.code = code
+        self._headers = {"allow": allow, "retry-after": None if retry_after is None else str(retry_after)}
+
+    def body(self) -> dict[str, Any]:
+        """The record that OpenAI's clients read."""
+        return {"error": {"message": str(self), "type": _kind(self.status), "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that go with it."""
+        headers = {name: value for name, value in self._headers.items() if value is not None}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            headers["connection"] = "close"  # the rest of the body is not read
+        return headers
+
+
+def _kind(status: int) -> str:
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
+    return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def refusal(error: Exception, param: str | None) -> ApiError:
+    """The answer to a request that the library refused before it ran; `param` is the field that it was about."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, NotEnoughMemoryError):
+        return ApiError(400, f"the request can never fit: {error}", param=param, code="not_enough_memory")
+    return ApiError(400, str(error), param=param, code="invalid_value")
+
+
+def failure(error: Exception) -> ApiError:
+    """The answer to a request that failed while it ran; what is not for callers is not told."""
+    match error:
+        case ApiError():
+            return error
+        case ConstraintError():
+            return ApiError(400, str(error), param="response_format", code="constraint_failed")
+        case ChatTemplateError():
+            return ApiError(400, str(error), param="messages", code="invalid_value")
+        case NonFiniteLogitsError():
+            return ApiError(500, str(error), code="model_overflow")
+        case MemoryError():
+            return ApiError(503, f"memory ran out: {error}", code="not_enough_memory", retry_after=5)
+    return ApiError(500, "the server failed; its log says where, under this request's x-request-id", code="internal")

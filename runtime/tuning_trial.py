@@ -1,0 +1,169 @@
+"""`graphport tune`: open a bundle as choices say, hold it to its certificate, time a request, write down what is best.
+
+In: a bundle folder with a certificate. Out: `Tuning`, and `tuning.json` in the folder, whole or not at all. How trials
+are judged is `tuner.py`'s; nothing that the manifest lists is changed.
+"""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from graphport.model_def.certificate import Certificate, Check, read_certificate
+from graphport.model_def.certified_runs import CachedModel, Emit, Run, play_runs
+from graphport.model_def.processor import processor_kind
+from graphport.model_def.signature import TUNING_FILE
+from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.device import default_threads
+from graphport.runtime.limits import checked_count
+from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+from graphport.runtime.prepared import find_prepared, source_hashes
+from graphport.runtime.served_model import ServedModel
+from graphport.runtime.session import Session
+from graphport.runtime.tuner import Candidate, questions, tune_choice
+from graphport.runtime.tuning import Choice, Tuning, prepared_hash
+
+MAX_SECONDS = 100.0
+PROMPT_TOKENS, NEW_TOKENS = 256, 32
+
+OpenChoice = Callable[[Choice], Candidate]
+
+
+class TuneError(ValueError):
+    """A bundle that cannot be tuned; it is opened as it was."""
+
+
+def tune(
+    bundle: str | os.PathLike[str],
+    *,
+    prompt_tokens: int = PROMPT_TOKENS,
+    new_tokens: int = NEW_TOKENS,
+    max_seconds: float = MAX_SECONDS,
+    open_choice: OpenChoice | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuning:
+    """Measure how `bundle` is fastest on this machine, for `write_tuning` to keep.
+
+    Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it; no trial begins after `max_seconds`.
+    `open_choice` opens a choice, by default an `OpenedChoice`. Raises TuneError for a bundle that is not a decoder for
+    the CPU and for a request that the certificate's text is too short for, CertificateError where no certificate says
+    what it should compute, ValueError when it fails that, OSError when the system does not tell the processor.
+    """
+    files = open_bundle(bundle)
+    manifest = files.manifest
+    if manifest.target != "cpu" or manifest.kind != "decoder":
+        raise TuneError(f"{files.folder} is a {manifest.kind} for {manifest.target}; only decoders for cpu are tuned")
+    certificate = read_certificate(files.folder, manifest)
+    request = _request(len(certificate.ids), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    has_packed = not isinstance(find_prepared(files), str)
+    processors = default_threads()
+    first = Choice(packed=has_packed, threads=processors, spinning=True, prefill_chunk=PREFILL_CHUNKS[manifest.target])
+    opens = open_choice or (lambda choice: OpenedChoice(files, certificate, choice, request))
+    choice, trials = tune_choice(
+        first,
+        questions(has_packed=has_packed, processors=processors, longest_chunk=request.prompt),
+        opens,
+        max_seconds=max_seconds,
+        observe=progress,
+    )
+    return Tuning(
+        onnxruntime=onnxruntime.__version__,
+        processor=processor_kind(),
+        processors=processors,
+        sources=source_hashes(manifest),
+        prepared=prepared_hash(files.folder),
+        request=f"a prompt of {request.prompt} tokens and {request.new} more one by one",
+        choice=choice,
+        trials=trials,
+    )
+
+
+def write_tuning(bundle: str | os.PathLike[str], tuning: Tuning) -> Path:
+    """Make `tuning` the bundle's, in place of what was there; returns the file. Raises OSError."""
+    path = Path(bundle) / TUNING_FILE
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{TUNING_FILE}.")
+    part = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(tuning.to_dict(), file, indent=1)
+        part.chmod(0o644)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is timed: tokens of a prompt, and tokens after it one by one."""
+
+    prompt: int
+    new: int
+
+
+def _request(length: int, *, prompt_tokens: int, new_tokens: int) -> Request:
+    """The request on a text of `length` tokens; the default prompt is shorter where the text is."""
+    prompt, new = checked_count("prompt_tokens", prompt_tokens), checked_count("new_tokens", new_tokens)
+    if prompt == PROMPT_TOKENS and new == NEW_TOKENS and prompt + new > length:
+        prompt, new = length - length // 8, length // 8
+    if not new or prompt + new > length:
+        raise TuneError(
+            f"prompt_tokens ({prompt}) + new_tokens ({new}) exceed the certificate's text of {length} tokens, on which "
+            "choices are measured; give smaller numbers"
+        )
+    return Request(prompt=prompt, new=new)
+
+
+class OpenedChoice:
+    """A session opened as `choice` says: what it computes, and how long it takes for `request`."""
+
+    def __init__(self, bundle: BundleFiles, certificate: Certificate, choice: Choice, request: Request) -> None:
+        length = request.prompt + request.new
+        self._session = Session(
+            bundle,
+            device="cpu",
+            limits=RunLimits(max_batch=1, max_length=length, prefill_chunk=choice.prefill_chunk),
+            threads=choice.threads,
+            spinning=choice.spinning,
+            prepared=choice.packed,
+        )
+        if self._session.is_prepared != choice.packed:
+            raise TuneError(f"{bundle.folder}: what is prepared cannot be used; do `graphport prepare {bundle.folder}`")
+        self._certificate = certificate
+        self._choice = choice
+        self._request = request
+        self._ids = np.array([certificate.ids[:length]], np.int64)
+
+    def checks(self) -> Sequence[Check]:
+        """See Candidate: the request's last row of every piece and its single tokens, against the original."""
+        run = Run(name="request", inputs=self._choice.words(), play=self._play)
+        return play_runs(
+            ServedModel(self._session, max_length=self._ids.shape[1]),
+            [run],
+            self._certificate.ids,
+            original=self._certificate.original,
+            shipped={},
+            limits=[limit for limit in self._certificate.limits if limit.against == "original"],
+        ).checks
+
+    def seconds(self) -> float:
+        """See Candidate."""
+        model = ServedModel(self._session, max_length=self._ids.shape[1])
+        begin = time.perf_counter()
+        self._play(model, self._ids[0], lambda _, __: None)
+        return time.perf_counter() - begin
+
+    def _play(self, model: CachedModel, ids: NDArray[np.int64], emit: Emit) -> None:
+        prompt, end, size = self._request.prompt, self._request.prompt + self._request.new, self._choice.prefill_chunk
+        cuts = [*range(0, prompt, size), *range(prompt, end), end]
+        model.open_cache(1)
+        for begin, stop in pairwise(cuts):
+            emit([stop - 1], model.step(ids[None, begin:stop]))

@@ -1,0 +1,178 @@
+"""`encode_images` and `classify_images` on bundles: equal transformers, pictures included; what is refused."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import RELATIVE_TOLERANCES
+from PIL import Image
+from tiny_vision import PREPROCESSING, make_pixels, make_vision, reference_outputs, save_vision_folder
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from graphport.export import export
+from graphport.model_def.huggingface_preprocessing import read_preprocessing
+from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder
+from graphport.runtime.preprocessing import picture_pixels
+
+KINDS = {"clip": {}, "vit classifier": {"image_size": (32, 32)}, "siglip no head": {}}
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("vision")
+    for kind, options in KINDS.items():
+        source = save_vision_folder(folder / f"{kind} source", make_vision(kind))
+        if kind == "siglip no head":
+            (source / "preprocessor_config.json").unlink()
+        export(source, folder / kind, precision="fp32", verify=False, **options)
+    return {kind: folder / kind for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def clip(bundles: dict[str, Path]) -> ImageEncoder:
+    return load_image_encoder(bundles["clip"], threads=1, max_batch=4)
+
+
+def _picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
+    values = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values).resize((width, height), Image.Resampling.BILINEAR).convert(mode)
+
+
+def _assert_near(found: np.ndarray, wanted: Any) -> None:
+    wanted = np.asarray(wanted)
+    assert found.dtype == np.float32
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() / np.abs(wanted).max() < RELATIVE_TOLERANCES["checkpoint", "float32"]
+
+
+def test_b132_vectors_equal_transformers_whatever_the_sizes_and_the_order(clip: ImageEncoder) -> None:
+    model = make_vision("clip")
+    batches = [make_pixels(5, 32, 32), make_pixels(1, 40, 24), make_pixels(2, 16, 16)]
+    for pixels in batches:
+        _assert_near(clip.encode_images(pixels.numpy()), reference_outputs("clip", model, pixels)[1])
+    order = [2, 7, 0, 5, 1, 6, 3, 4]
+    images = [image for pixels in batches for image in pixels]
+    wanted = torch.cat([reference_outputs("clip", model, images[index][None])[1] for index in order])
+    _assert_near(clip.encode_images([images[index].numpy() for index in order], batch_size=3), wanted)
+    states = clip.hidden_states([images[0].numpy(), images[5].numpy()])
+    assert [len(state) for state in states] == [17, 16]
+    with pytest.raises(AssertionError):
+        _assert_near(clip.encode_images([images[index].numpy() for index in order[::-1]]), wanted)
+
+
+def test_vectors_are_normalised_on_request(clip: ImageEncoder) -> None:
+    pixels = make_pixels(3, 32, 32).numpy()
+    plain = clip.encode_images(pixels)
+    assert np.abs(np.linalg.norm(plain, axis=1) - 1).min() > 1e-2
+    _assert_near(clip.encode_images(pixels, normalize=True), plain / np.linalg.norm(plain, axis=1, keepdims=True))
+
+
+def test_labels_and_probabilities_equal_transformers(bundles: dict[str, Path]) -> None:
+    pixels = make_pixels(3, 32, 32)
+    logits = reference_outputs("vit classifier", make_vision("vit classifier"), pixels)[1]
+    assert logits is not None
+    with load(bundles["vit classifier"]) as model:
+        assert isinstance(model, ImageEncoder)
+        assert model.labels == ("cat", "dog", "a bird", "none", "Größe")
+        _assert_near(model.classify_images(pixels.numpy()), logits.softmax(-1))
+        with pytest.raises(ValueError, match="no vector an image; use classify_images"):
+            model.encode_images(pixels.numpy())
+        with pytest.raises(
+            ValueError, match=r"40 x 24 is not of the size 32 x 32 that was fixed.*without --image-size"
+        ):
+            model.classify_images(make_pixels(1, 40, 24).numpy())
+    with pytest.raises(RuntimeError, match="this ImageEncoder is closed"):
+        model.classify_images(pixels.numpy())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"size": {"height": 40, "width": 24}, "do_center_crop": False, "resample": 2},
+        {"size": {"shortest_edge": 20}, "resample": 1},  # smaller than the crop: zeros around it
+        {"do_resize": False, "crop_size": {"height": 24, "width": 40}},
+        {"do_normalize": False, "resample": 0},
+        {"do_rescale": False},
+    ],
+)
+def test_pictures_become_the_pixels_of_the_slow_image_processor(changes: dict[str, Any]) -> None:
+    values = {**PREPROCESSING, **changes}
+    recipe = read_preprocessing(values, [])
+    assert recipe is not None
+    processor = CLIPImageProcessorPil(**values)
+    for picture in (_picture(57, 41), _picture(33, 90), _picture(41, 41, "L"), _picture(38, 50, "RGBA")):
+        wanted = processor(picture, return_tensors="np")["pixel_values"][0]
+        assert np.array_equal(picture_pixels(picture, recipe, channels=3, name="it"), wanted.astype(np.float32))
+
+
+def test_files_and_pictures_are_encoded(clip: ImageEncoder, tmp_path: Path) -> None:
+    picture = _picture(57, 41)
+    picture.save(tmp_path / "it.png")
+    pixels = CLIPImageProcessorPil(**PREPROCESSING)(picture, return_tensors="np")["pixel_values"]
+    wanted = clip.encode_images(pixels.astype(np.float32))
+    _assert_near(clip.encode_images([tmp_path / "it.png", picture, str(tmp_path / "it.png")]), np.repeat(wanted, 3, 0))
+
+
+def test_pictures_that_cannot_be_read_are_refused(
+    clip: ImageEncoder, bundles: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\nno")
+    with pytest.raises(ValueError, match="image 0 cannot be read as a picture"):
+        clip.encode_images([tmp_path / "torn.png"])
+    with pytest.raises(ValueError, match=r"image 1 cannot be read as a picture: .*missing\.png"):
+        clip.encode_images([_picture(40, 40), tmp_path / "missing.png"])
+    with load_image_encoder(bundles["siglip no head"]) as other:
+        with pytest.raises(ValueError, match=r"exported without preprocessor_config\.json"):
+            other.encode_images([_picture(32, 32)]) if other.image.readout else other.hidden_states([_picture(32, 32)])
+        with pytest.raises(ValueError, match="no vector an image; use hidden_states"):
+            other.encode_images(make_pixels(1, 32, 32).numpy())
+    monkeypatch.setitem(__import__("sys").modules, "PIL", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pictures need Pillow: pip install 'graphport\[vision\]'"):
+        clip.encode_images(["it.png"])
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "reason"),
+    [
+        (np.zeros((3, 32, 32), np.float32), ValueError, r"images must be an array \[n, channels, height, width\]"),
+        ("it.png", TypeError, r"images must be an array or a list, got str; use \[image\]"),
+        ([3], TypeError, "image 0 is of type int; give a float32 array"),
+        (np.zeros((1, 3, 32, 32), np.uint8), TypeError, "image 0 is of type uint8; pixels are float32"),
+        (np.zeros((1, 1, 32, 32), np.float32), ValueError, r"image 0 is an array \[1, 32, 32\]; needed is \[3, height"),
+        (np.zeros((1, 3, 36, 32), np.float32), ValueError, "36 x 32 is no whole number of patches of 8 x 8; resize"),
+        (np.zeros((1, 3, 40, 32), np.float32), ValueError, r"has 21 tokens, more than max_length \(17\)"),
+        (np.full((1, 3, 32, 32), np.nan, np.float32), ValueError, "image 0 holds values that are not finite"),
+    ],
+)
+def test_images_that_cannot_be_encoded_are_refused(
+    images: Any, error: type[Exception], reason: str, clip: ImageEncoder
+) -> None:
+    with pytest.raises(error, match=reason):
+        clip.encode_images(images)
+
+
+def test_no_image_gives_no_vector_and_threads_share_an_encoder(clip: ImageEncoder) -> None:
+    assert clip.encode_images([]).shape == (0, 20)
+    pixels = make_pixels(5, 32, 32).numpy()
+    wanted = clip.encode_images(pixels)
+    with ThreadPoolExecutor(max_workers=4) as executor:
+        for found in executor.map(lambda _: clip.encode_images(pixels), range(8)):
+            assert np.array_equal(found, wanted)
+
+
+def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
+    with load(bundles["clip"], max_batch=2, max_length=10) as opened:
+        assert isinstance(opened, ImageEncoder)
+        assert (opened.max_batch, opened.max_length, opened.dimension, opened.device) == (2, 10, 20, "cpu")
+        with pytest.raises(ValueError, match=r"has 17 tokens, more than max_length \(10\)"):
+            opened.encode_images(make_pixels(1, 32, 32).numpy())
+        with pytest.raises(ValueError, match="batch_size must be 1 to 2"):
+            opened.encode_images(make_pixels(1, 16, 16).numpy(), batch_size=3)
+    with pytest.raises(ValueError, match="is a image_encoder, which embeds no text; use encode_images"):
+        load_encoder(bundles["clip"])
+    with pytest.raises(ValueError, match="draft cannot be heeded"):
+        load(bundles["clip"], draft="x")
