@@ -267,7 +267,8 @@ def _rounded(model: Transformer, bits: int) -> Transformer:
     for name, tensor in model.state_dict().items():
         is_table = name in ("embedding.weight", "head.weight")
         state[name] = tensor
-        if tensor.ndim == 2 and name != "position.weight":  # looked up by Gather, in float32
+        # positions are looked up by Gather, in float32; norms of single heads stay as they are
+        if tensor.ndim == 2 and name != "position.weight" and "norm" not in name:
             blocks = quantize_blocks(tensor.numpy(), 8 if is_table else bits)
             state[name] = torch.from_numpy(blocks.dequantize())
     rounded.load_state_dict(state)
