@@ -137,7 +137,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: FeedForwardConfig(width=0), "feed-forward width must be a positive number, got 0"),
     "activation": (
         lambda: FeedForwardConfig(width=4, activation="swish"),  # type: ignore[arg-type]
-        "activation must be one of relu, gelu, gelu_tanh, silu; got 'swish'",
+        "activation must be one of relu, gelu, gelu_tanh, silu, quick_gelu; got 'swish'",
     ),
     "norm order": (lambda: block(norm_order="mid"), "norm_order must be one of pre, post, sandwich; got 'mid'"),
     "vocabulary": (lambda: decoder(block(), vocab_size=0), "vocab_size must be a positive number, got 0"),
