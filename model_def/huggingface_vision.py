@@ -41,7 +41,16 @@ _SIZE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "image_
 _COMMON_KEYS = ("model_type", *_SIZE_KEYS, "hidden_act", "layer_norm_eps")
 _IGNORED = (
     *ENCODER_IGNORED,
-    *("encoder_stride", "layerscale_value", "drop_path_rate", "use_mask_token", "initializer_factor"),
+    *(
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "encoder_stride",
+        "layerscale_value",
+        "drop_path_rate",
+        "use_mask_token",
+        "initializer_factor",
+    ),
     # of the backbone class, which other models take features from
     *("apply_layernorm", "reshape_hidden_states", "out_features", "out_indices", "stage_names"),
 )
@@ -52,13 +61,14 @@ _POOLER_ACTIVATIONS: Mapping[str, Transform] = {"tanh": "tanh", "relu": "relu", 
 class VisionFamily:
     """One `model_type`: its keys, transformers' defaults for those that may be absent, and how its tensors are called.
 
-    `inner`: the key of the vision tower's own configuration, in a configuration of two towers. `selection`: what the
-    classification head reads.
+    `inner`: the key of the vision tower's own configuration, in a configuration of two towers. `classifies`: what the
+    classification head reads. `processor`: whose preprocessing a folder has that does not say so.
     """
 
     model_type: str
     layout: Layout
     prefix: str
+    processor: str
     epsilon: float
     patch: int
     activation: str = "gelu"
@@ -78,6 +88,7 @@ def _clip(model_type: str, inner: str | None) -> VisionFamily:
         model_type=model_type,
         layout="clip",
         prefix="vision_model.",
+        processor="CLIP",
         epsilon=1e-5,
         patch=32,
         activation="quick_gelu",
@@ -92,6 +103,7 @@ def _siglip(model_type: str, inner: str | None) -> VisionFamily:
         model_type=model_type,
         layout="clip",
         prefix="vision_model.",
+        processor="Siglip",
         epsilon=1e-6,
         patch=16,
         activation="gelu_pytorch_tanh",
@@ -103,14 +115,24 @@ def _siglip(model_type: str, inner: str | None) -> VisionFamily:
 
 
 VISION_FAMILIES = (
-    VisionFamily(model_type="vit", layout="vit", prefix="vit.", epsilon=1e-12, patch=16, keys=_VIT_KEYS),
     VisionFamily(
-        model_type="deit", layout="vit", prefix="deit.", epsilon=1e-12, patch=16, prefix_tokens=2, keys=_VIT_KEYS
+        model_type="vit", layout="vit", prefix="vit.", processor="ViT", epsilon=1e-12, patch=16, keys=_VIT_KEYS
+    ),
+    VisionFamily(
+        model_type="deit",
+        layout="vit",
+        prefix="deit.",
+        processor="DeiT",
+        epsilon=1e-12,
+        patch=16,
+        prefix_tokens=2,
+        keys=_VIT_KEYS,
     ),
     VisionFamily(
         model_type="dinov2",
         layout="vit",
         prefix="dinov2.",
+        processor="Bit",
         epsilon=1e-6,
         patch=14,
         keys=("mlp_ratio", "use_swiglu_ffn", "qkv_bias"),
@@ -185,7 +207,7 @@ def read_vision_config(
             prefix_tokens=family.prefix_tokens,
             patch_bias=not is_clip,
             readout=_readout(values, tower, family, feed_forward, epsilon, facts, notes),
-            preprocessing=read_preprocessing(preprocessor, notes),
+            preprocessing=read_preprocessing(preprocessor, family.processor, notes),
         ),
     )
     return config, notes

@@ -82,8 +82,10 @@ class Encoder:
     ) -> None:
         self.manifest = bundle.manifest
         if self.manifest.kind != "encoder":
-            use = "encode_images" if self.manifest.config.image else "generate"
-            raise ValueError(f"{bundle.folder} is a {self.manifest.kind}, which embeds no text; use {use}")
+            what, use = "a decoder", "generate"
+            if self.manifest.config.image is not None:
+                what, use = "an image encoder", "encode_images"
+            raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {use}")
         longest = self.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")

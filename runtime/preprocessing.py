@@ -24,7 +24,7 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
     Without Pillow it raises ModuleNotFoundError with the command that installs it.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{name} is a {type(source).__name__}, and pictures need Pillow: pip install 'graphport[vision]'; pixels "
@@ -38,9 +38,8 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
             "picture of Pillow's"
         )
     try:
-        with Image.open(source) as picture:
-            picture.load()
-            return picture
+        with Image.open(source) as picture:  # upright and in colours, as `load_image` of transformers gives it
+            return ImageOps.exif_transpose(picture).convert("RGB")
     except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
 

@@ -38,9 +38,7 @@ def _blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model.gguf`, its bundle in `build/model`, an encoder in `minilm`, image encoders in `clip` and
-    `vit`, and a picture, as the pages name them.
-    """
+    """What the pages name: `model.gguf`, its bundle in `build/model`, encoders in `minilm`, `clip`, `vit`."""
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     save_sentence_folder(folder / "minilm", make_encoder("bert"))

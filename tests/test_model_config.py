@@ -137,7 +137,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "width": (lambda: FeedForwardConfig(width=0), "feed-forward width must be a positive number, got 0"),
     "activation": (
         lambda: FeedForwardConfig(width=4, activation="swish"),  # type: ignore[arg-type]
-        "activation must be one of relu, gelu, gelu_tanh, silu; got 'swish'",
+        "activation must be one of relu, gelu, gelu_tanh, silu, quick_gelu; got 'swish'",
     ),
     "norm left out": (lambda: block(feed_forward_norm=False), "left out of norm_order 'parallel' alone, got 'pre'"),
     "residual scale": (lambda: block(residual_scale=0.0), "residual_scale must be a positive number, got 0.0"),

@@ -98,13 +98,18 @@ def test_weights_of_a_folder_that_do_not_fit_are_named(folder: Path, tmp_path: P
         ("config.json", {"num_attention_heads": 5}, r"hidden_size \(48\) is no multiple of num_attention_heads \(5\)"),
         ("config.json", {"pooler_act": "sin"}, "pooler_act 'sin' is not supported"),
         ("config.json", {"image_size": 0}, "image_size must be a positive integer, got 0"),
-        ("preprocessor_config.json", {"do_pad": True}, "preprocessor_config.json: .*do_pad = True"),
+        ("preprocessor_config.json", {"do_pad": True}, r"preprocessor_config\.json: .*do_pad = True"),
+        ("preprocessor_config.json", {"image_processor_type": "SamImageProcessor"}, "'SamImageProcessor' is not read"),
         (
             "preprocessor_config.json",
             {"size": {"longest_edge": 3}},
             "size must have height and width, or shortest_edge",
         ),
-        ("preprocessor_config.json", {"image_std": [0.0, 1.0, 1.0]}, "std must be a number above 0"),
+        (
+            "preprocessor_config.json",
+            {"image_std": [0.0, 1.0, 1.0]},
+            r"^preprocessor_config\.json: std must be a positive number, got 0.0",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(
@@ -112,7 +117,7 @@ def test_what_is_not_understood_is_refused_by_name(
 ) -> None:
     for name in ("config.json", "preprocessor_config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    edit_json(tmp_path / file, **changes)
+    edit_json(tmp_path / file, lambda values: values.update(changes))
     with pytest.raises(CheckpointError, match=reason):
         load_checkpoint(tmp_path)
 

@@ -10,8 +10,14 @@ import torch
 from parity import RELATIVE_TOLERANCES
 from PIL import Image
 from tiny_vision import PREPROCESSING, make_pixels, make_vision, reference_outputs, save_vision_folder
+from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deit.image_processing_pil_deit import DeiTImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
+from typer.testing import CliRunner
 
+from graphport.cli import app
 from graphport.export import export
 from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder
@@ -101,7 +107,7 @@ def test_labels_and_probabilities_equal_transformers(bundles: dict[str, Path]) -
 )
 def test_pictures_become_the_pixels_of_the_slow_image_processor(changes: dict[str, Any]) -> None:
     values = {**PREPROCESSING, **changes}
-    recipe = read_preprocessing(values, [])
+    recipe = read_preprocessing(values, "CLIP", [])
     assert recipe is not None
     processor = CLIPImageProcessorPil(**values)
     for picture in (_picture(57, 41), _picture(33, 90), _picture(41, 41, "L"), _picture(38, 50, "RGBA")):
@@ -109,12 +115,31 @@ def test_pictures_become_the_pixels_of_the_slow_image_processor(changes: dict[st
         assert np.array_equal(picture_pixels(picture, recipe, channels=3, name="it"), wanted.astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    "processor",
+    [ViTImageProcessorPil, DeiTImageProcessorPil, CLIPImageProcessorPil, BitImageProcessorPil, SiglipImageProcessorPil],
+)
+@pytest.mark.parametrize("stated", [{}, {"size": 40}])
+def test_what_an_old_file_leaves_out_is_what_its_class_does(processor: Any, stated: dict[str, Any]) -> None:
+    """Files of old versions name neither do_rescale nor do_convert_rgb, and a size by one number."""
+    name = processor.__name__.removesuffix("ImageProcessorPil")
+    recipe = read_preprocessing({"feature_extractor_type": f"{name}FeatureExtractor", **stated}, "ViT", [])
+    assert recipe is not None
+    wanted = processor(**stated)(_picture(57, 41), return_tensors="np")["pixel_values"][0]
+    assert np.array_equal(picture_pixels(_picture(57, 41), recipe, channels=3, name="it"), wanted.astype(np.float32))
+
+
 def test_files_and_pictures_are_encoded(clip: ImageEncoder, tmp_path: Path) -> None:
     picture = _picture(57, 41)
     picture.save(tmp_path / "it.png")
     pixels = CLIPImageProcessorPil(**PREPROCESSING)(picture, return_tensors="np")["pixel_values"]
     wanted = clip.encode_images(pixels.astype(np.float32))
-    _assert_near(clip.encode_images([tmp_path / "it.png", picture, str(tmp_path / "it.png")]), np.repeat(wanted, 3, 0))
+    turned = picture.transpose(Image.Transpose.ROTATE_90)
+    exif = turned.getexif()
+    exif[0x0112] = 6  # cameras store pictures lying, and how to turn them
+    turned.save(tmp_path / "turned.png", exif=exif)
+    found = clip.encode_images([tmp_path / "it.png", picture, str(tmp_path / "turned.png")])
+    _assert_near(found, np.repeat(wanted, 3, 0))
 
 
 def test_pictures_that_cannot_be_read_are_refused(
@@ -172,7 +197,21 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
             opened.encode_images(make_pixels(1, 32, 32).numpy())
         with pytest.raises(ValueError, match="batch_size must be 1 to 2"):
             opened.encode_images(make_pixels(1, 16, 16).numpy(), batch_size=3)
-    with pytest.raises(ValueError, match="is a image_encoder, which embeds no text; use encode_images"):
+    with pytest.raises(ValueError, match="is an image encoder, which embeds no text; use encode_images"):
         load_encoder(bundles["clip"])
     with pytest.raises(ValueError, match="draft cannot be heeded"):
         load(bundles["clip"], draft="x")
+
+
+def test_the_command_line_exports_a_size_and_reports_it(tmp_path: Path) -> None:
+    save_vision_folder(tmp_path / "source", make_vision("vit classifier"))
+    source, out = str(tmp_path / "source"), str(tmp_path / "out")
+    ran = CliRunner().invoke(
+        app, ["export", source, out, "--precision", "fp32", "--image-size", "40x24", "--no-verify"]
+    )
+    assert ran.exit_code == 0, ran.output
+    report = CliRunner().invoke(app, ["report", out])
+    assert "40 x 24" in report.output
+    assert "cat, dog, a bird, none" in report.output
+    refused = CliRunner().invoke(app, ["export", source, out, "--image-size", "40x"])
+    assert refused.exit_code == 2

@@ -101,6 +101,10 @@ def export(
     elif TOKENIZER_FILE in bundle.manifest.files:
         question = '"What is the capital of France?"'
         cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
+    elif bundle.manifest.kind == "image_encoder":
+        cli_tables.print_line(
+            f"next: graphport report {shlex.quote(str(bundle.path))}, or load it in Python for its images"
+        )
     else:
         cli_tables.print_line(
             f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"

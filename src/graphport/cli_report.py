@@ -177,9 +177,12 @@ def _limits(manifest: Manifest) -> list[tuple[str, str]]:
     image = manifest.config.image
     if image is None:
         return [("longest text", f"{manifest.max_length} tokens"), ("vocabulary", str(manifest.config.vocab_size))]
+    labels = image.readout.labels if image.readout else ()
+    read_out = [("labels", ", ".join(labels))] if labels else []
     if image.fixed_size is not None:
-        return [("images", f"{image.fixed_size[0]} x {image.fixed_size[1]}")]
+        return [*read_out, ("images", f"{image.fixed_size[0]} x {image.fixed_size[1]}")]
     return [
+        *read_out,
         ("images", f"multiples of {image.patch_size[0]} x {image.patch_size[1]}, at most {manifest.max_length} tokens"),
         ("trained on", f"{image.native_size[0]} x {image.native_size[1]}"),
     ]
