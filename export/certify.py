@@ -30,8 +30,8 @@ from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
 
-NUM_FUSED_IDS = 192  # for the fused graph in fp32, if no window or scaling changes beyond
-NUM_CHUNKED_IDS = 96
+NUM_FUSED_IDS = 256  # for the fused graph in fp32, if no window or scaling changes beyond
+NUM_CHUNKED_IDS = 128
 NUM_EXPORTED_IDS = 96  # the exported graph is the slow, portable one
 NUM_STEPS = 16  # decoded one by one at the end
 CHUNKS = (1, 7, 64)

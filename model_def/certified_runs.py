@@ -25,7 +25,7 @@ from graphport.model_def.config import TransformerConfig
 
 NUM_IDS = 512  # of the text, where no switch lies beyond
 LONGEST = 2048  # a switch beyond is not reached
-NUM_STEPS = 64  # decoded one by one
+NUM_STEPS = 128  # decoded one by one
 
 _BEYOND = 16  # tokens after the last switch
 _LENGTHS = (1, 2, 3, 4, 7, 8, 9, 16, 17, 33, 65)
