@@ -66,6 +66,21 @@ def require_image_size(
     return dataclasses.replace(config, image=dataclasses.replace(config.image, fixed_size=(height, width)))
 
 
+def note_pictures(config: TransformerConfig, max_length: int) -> tuple[str, ...]:
+    """A line where the checkpoint's preprocessing makes pictures of a size that the graph does not take."""
+    recipe = None if config.image is None else config.image.preprocessing
+    if config.image is None or recipe is None:
+        return ()
+    size = recipe.crop or (recipe.resize if isinstance(recipe.resize, tuple) else None)
+    if size is None:
+        return ()
+    problem = config.image.size_problem(*size)
+    if problem is None and (tokens := config.image.num_tokens(*size)) > max_length:
+        problem = f"an image of {size[0]} x {size[1]} has {tokens} tokens, more than {max_length}"
+    advice = "give this bundle pixels, or choose that size"
+    return () if problem is None else (f"preprocessor_config.json makes pictures of another size: {problem}; {advice}",)
+
+
 def require_image_precision(target: Target, precision: Precision) -> None:
     """Refuse precisions whose weights are rounded on text."""
     if precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS:

@@ -20,6 +20,7 @@ from graphport.export.calibration import Calibration, CalibrationError, calibrat
 from graphport.export.certify import DecoderEvidence, calibrate_cache
 from graphport.export.export_limits import (
     longest_context,
+    note_pictures,
     require_cache,
     require_float16_range,
     require_image_precision,
@@ -259,7 +260,11 @@ def _plan(
         accuracy_level=accuracy_level,
         disabled=disabled,
     )
-    return plan, (*notes, *(note_changed(matrices) if precision.keeps_blocks else ()))
+    return plan, (
+        *notes,
+        *note_pictures(config, max_length),
+        *(note_changed(matrices) if precision.keeps_blocks else ()),
+    )
 
 
 def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress: Callable[[str], None]) -> None:

@@ -63,6 +63,7 @@ def test_b132_exported_and_certified_at_every_size(
     monkeypatch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: exported[kind])
     bundle = export(sources[kind], tmp_path / "out", precision="int8")
     assert bundle.manifest.kind == "image_encoder"
+    assert "pictures of another size" not in "".join(bundle.notes)
     assert [check.name.split(":")[0] for check in bundle.certificate] == ["exported", "compiled", "int8", "neighbours"]
     assert all(check.passed for check in bundle.certificate)
     assert "32 x 32, 40 x 24, 16 x 40, 16 x 16, 8 x 8" in bundle.certificate[0].name
@@ -185,6 +186,7 @@ def test_b132_a_fixed_size_is_in_the_graph_the_manifest_and_the_certificate(
     bundle = export(sources["dinov2 swiglu"], tmp_path / "out", precision="fp32", image_size=(40, 24))
     assert bundle.manifest.signature.inputs[0].shape == ("batch", 3, 40, 24)
     assert bundle.manifest.max_length == 16
+    assert "makes pictures of another size: an image of 32 x 32 is not of the size 40 x 24" in "".join(bundle.notes)
     assert "3 images of 40 x 24" in bundle.certificate[0].name
     checks = verify_encoder(bundle.path, against=sources["dinov2 swiglu"])
     assert len(checks) == 3
