@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from graphport.export.calibration_text import CALIBRATION_TEXT
+from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.source import SourceModel
 from graphport.model_def.text_file import read_text
 
@@ -62,9 +62,7 @@ def calibration_ids(
         if text is not None:
             raise CalibrationError(f"{name} needs a tokenizer, which this source lacks; leave --calibration out")
         return _cut(_random_ids(vocab_size, seed), (), max_length=max_length)
-    tokenizer = Tokenizer.from_str(opened.tokenizer_json)
-    tokenizer.no_truncation()  # a checkpoint may bring its own
-    tokenizer.no_padding()
+    tokenizer = plain_tokenizer(opened.tokenizer_json)
     encoded = tokenizer.encode(CALIBRATION_TEXT if text is None else text)
     is_added = encoded.special_tokens_mask
     prefix = encoded.ids[: next((i for i, added in enumerate(is_added) if not added), 0)]

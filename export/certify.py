@@ -13,7 +13,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from graphport.export.bundle import write_graph
 from graphport.export.calibrate_cache import cache_scales, round_rows
@@ -22,6 +21,7 @@ from graphport.export.graph_runner import GraphRunner
 from graphport.export.layer_errors import LayerErrors
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
+from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check
 from graphport.model_def.certified_runs import NUM_IDS, num_reaching, text_length
@@ -48,10 +48,7 @@ def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_len
 def text_ids(text: str, config: TransformerConfig, tokenizer_json: str | None, *, length: int, seed: int) -> list[int]:
     """The first `length` ids of `text`; random ones when there is no tokenizer or it does not fit the model."""
     if tokenizer_json is not None:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        ids: list[int] = tokenizer.encode(text).ids
+        ids: list[int] = plain_tokenizer(tokenizer_json).encode(text).ids
         if len(ids) >= length and max(ids) < config.vocab_size:
             return ids[:length]
     random = np.random.default_rng(seed)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 from torch import Tensor
 
 from graphport.export.bundle import write_graph
 from graphport.export.encoder_parity import check_states, compare_states
-from graphport.export.encoder_runner import States, encoder_session
+from graphport.export.encoder_runner import States
 from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_runner import open_on_cpu
 from graphport.export.parity_images import parity_images
 from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU
@@ -124,7 +124,7 @@ def eager_image_states(model: Transformer, batches: Sequence[Tensor]) -> States:
 
 def image_states(graph: Path, batches: Sequence[Tensor], *, optimize: bool = False) -> States:
     """What the graph gives on the CPU for all images of `batches`; ONNX Runtime's optimiser is off unless asked for."""
-    session: ort.InferenceSession = encoder_session(graph, optimize=optimize)
+    session = open_on_cpu(graph, optimize=optimize)
     names = [node.name for node in session.get_outputs()]
     hidden, read_out = [], []
     for pixels in batches:

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import onnxruntime as ort
 from numpy.typing import NDArray
 
-from graphport.export.targets import CPU
+from graphport.export.graph_runner import open_on_cpu
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, LOGITS, TOKEN_TYPE_IDS
-
-_ERRORS_ONLY = 3
 
 
 class Row(NamedTuple):
@@ -35,20 +32,11 @@ class States(NamedTuple):
     read_out: list[NDArray[np.float32]] | None
 
 
-def encoder_session(path: Path, *, optimize: bool) -> ort.InferenceSession:
-    """A session over the graph at `path` on the CPU."""
-    options = ort.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
-    level = ort.GraphOptimizationLevel
-    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
-
-
 class EncoderRunner:
     """One session over an encoder graph on the CPU."""
 
     def __init__(self, path: Path, *, optimize: bool = False) -> None:
-        self._session = encoder_session(path, optimize=optimize)
+        self._session = open_on_cpu(path, optimize=optimize)
         self._inputs = {node.name for node in self._session.get_inputs()}
         self._outputs = [node.name for node in self._session.get_outputs()]
 

@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from graphport.export.bundle import write_graph
 from graphport.export.certify import text_ids
 from graphport.export.first_divergence import Divergence, first_divergence
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_sites import ordered_sites, value_site
 from graphport.export.pipeline import compile_graph
+from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
@@ -133,7 +132,7 @@ def _tokenizer(sides: tuple[Side, Side], opened: dict[str, SourceModel]) -> str 
         if side.stage is None and path.is_file():
             text = path.read_text(encoding="utf-8")
         texts += [] if text is None else [text]
-    ids = [Tokenizer.from_str(text).encode(PARITY_TEXT).ids for text in texts]
+    ids = [plain_tokenizer(text).encode(PARITY_TEXT).ids for text in texts]
     if len(ids) == 2 and ids[0] != ids[1]:
         raise TargetError(f"{sides[0].text} and {sides[1].text} have other tokenizers: no text is the same for both")
     return texts[0] if texts else None

@@ -124,8 +124,6 @@ IMAGE_ENCODER = ModelKind(
     sizes=_image_sizes,
 )
 
-KINDS = (DECODER, ENCODER, IMAGE_ENCODER)
-
 
 def kind_of(config: TransformerConfig) -> ModelKind:
     """The kind of model that `config` describes: what attends to what comes later is an encoder."""

@@ -11,10 +11,10 @@ import jinja2
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from graphport.export.parity import TOLERANCES
+from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.source import SourceModel
 from graphport.export.targets import CacheFormat, Precision
 from graphport.model_def.certificate import Certificate, Limit
@@ -81,10 +81,7 @@ def reference_texts(opened: SourceModel) -> tuple[TextEvidence | None, tuple[str
     """Ids of the corpus by the source's tokenizer, chats as transformers writes them; what was left out, in words."""
     if opened.tokenizer_json is None:
         return None, ("tokenizer: the source has none",)
-    tokenizer = Tokenizer.from_str(opened.tokenizer_json)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-
+    tokenizer = plain_tokenizer(opened.tokenizer_json)
     template = opened.chat_template
     if template is None:
         return text_evidence(tokenizer, None), ("chat template: the source has none",)

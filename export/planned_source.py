@@ -9,8 +9,9 @@ from math import prod
 from pathlib import Path
 
 from graphport.export.export_limits import longest_context
+from graphport.export.precision_choice import FLOAT_SOURCE_PRECISION
 from graphport.export.source import call_function
-from graphport.export.targets import WEIGHT_BLOCK, Precision, Target, TargetError, find_target
+from graphport.export.targets import CPU, WEIGHT_BLOCK, Precision, Target, TargetError, find_target
 from graphport.model_def.checkpoint import CheckpointError
 from graphport.model_def.checkpoint_config import read_checkpoint_config
 from graphport.model_def.config import TransformerConfig
@@ -45,7 +46,9 @@ def planned_source(
     """Sizes of the export of `source` with these options. Raises CheckpointError and TargetError."""
     found = find_target(target)
     config, matrix_bytes = _read(source)
-    row = found.precision(precision or ("gguf" if matrix_bytes is not None and target == "cpu" else "int8"))
+    row = found.precision(
+        precision or ("gguf" if matrix_bytes is not None and found is CPU else FLOAT_SOURCE_PRECISION)
+    )
     if row.keeps_blocks and matrix_bytes is None:
         raise TargetError(f"precision gguf keeps the blocks of a GGUF file; {source} is none: choose another")
     cache = found.cache_format(kv_cache, row)

@@ -67,7 +67,8 @@ def read_modernbert_config(values: Values) -> tuple[TransformerConfig, list[str]
         bias=read_flag(values, "mlp_bias"),
     )
     # local_attention counts both sides: a token sees local_attention / 2 before it and as many after it
-    window = or_default(values, "local_attention", 128, notes) // 2 + 1
+    local = {"local_attention": or_default(values, "local_attention", 128, notes)}
+    window = read_integer(local, "local_attention") // 2 + 1
     blocks = tuple(
         BlockConfig(
             attention=AttentionConfig(

@@ -21,6 +21,7 @@ from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.language_model import LanguageModel
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.session import Session
+from graphport.runtime.token_scores import log_softmax
 
 # Largest difference of a log-probability in nats. Beside each what SmolLM2-135M measures (fp32; int8).
 SAME_KERNELS = 1e-4  # 0; 0: the same steps, in other places
@@ -196,9 +197,9 @@ class _Comparison:
         )
 
     def _check_rows(self, name: str, words: str, wanted: Rows, found: Rows, *, exact: bool) -> Check:
-        gap = np.abs(_log_probabilities(wanted) - _log_probabilities(found))
+        gap = np.abs(log_softmax(wanted) - log_softmax(found))
         places = np.arange(len(wanted)), wanted.argmax(axis=1)
-        likely = gap[_log_probabilities(wanted) > np.log(1e-4)]
+        likely = gap[log_softmax(wanted) > np.log(1e-4)]
         return Check(
             name=f"invariance: {name}",
             measured=float(likely.max()) if np.isfinite(gap).all() else float("inf"),
@@ -221,12 +222,6 @@ def answer_difference(wanted: GenerationOutput, found: GenerationOutput) -> floa
             unseen = min(ours.values())
             return max(largest, (one.logprob - ours.get(other.token_id, unseen)) / 2)
     return largest
-
-
-def _log_probabilities(rows: Rows) -> NDArray[np.float64]:
-    shifted = rows.astype(np.float64) - rows.max(axis=1, keepdims=True)
-    normal: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return normal
 
 
 def _is_exact(manifest: Manifest) -> bool:

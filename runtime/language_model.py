@@ -108,8 +108,17 @@ def load_language_model(
         spinning=spinning is not False,
         prepared=prepared is not False and not strict,
     )
-    if certificate is not None:
-        require_same_surroundings(certificate, files.folder, lm.device)
+    try:
+        if prepared and not lm.is_prepared:
+            raise ValueError(
+                f"prepared=True was asked for, and {files.folder} has no packed graph for this machine (the log says "
+                f"why); run `graphport prepare {files.folder}`, or leave prepared out"
+            )
+        if certificate is not None:
+            require_same_surroundings(certificate, files.folder, lm.device)
+    except ValueError:
+        lm.close()
+        raise
     return lm
 
 

@@ -39,8 +39,8 @@ def load(
     """Open a bundle: with `load_language_model`, `load_encoder` or `load_image_encoder`, as its kind is; see those.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
-    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and strict are a decoder's. Raises
-    ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
+    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning, prepared=True and strict are a decoder's.
+    Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
     if files.manifest.kind == "decoder":
@@ -70,6 +70,7 @@ def load(
         "draft": draft is not None,
         "cuda_graphs": cuda_graphs is True,
         "spinning": spinning is not None,
+        "prepared": prepared is True,
         "strict": strict,
     }
     if any(refused.values()):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
 from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.processor import processor_kind
@@ -30,6 +29,7 @@ from graphport.runtime.opening import cpu_session
 from graphport.runtime.packed_file import lay_out
 from graphport.runtime.packed_weights import GraphFiles, add_minima
 from graphport.runtime.prepared import PreparedRecord, make_probe, probe_logits, source_hashes
+from graphport.runtime.token_scores import log_softmax
 
 _PROBE_IDS, _PROBE_COLUMNS = 8, 16
 _COMPARED_IDS = 64
@@ -114,7 +114,7 @@ def _divergence(files: BundleFiles, packed: Path) -> float:
     """Mean KL divergence of the packed graph to the bundle's own on random ids. Raises PrepareError above the limit."""
     vocab, length = files.manifest.config.vocab_size, min(_COMPARED_IDS, files.manifest.max_length)
     ids = np.random.default_rng(1).integers(vocab, size=length)
-    own, found = (_log_softmax(probe_logits(cpu_session(path), ids)) for path in (files.graph, packed))
+    own, found = (log_softmax(probe_logits(cpu_session(path), ids)) for path in (files.graph, packed))
     divergence = float((np.exp(own) * (own - found)).sum(axis=-1).mean())
     if not divergence <= MOST_DIVERGENCE:
         raise PrepareError(
@@ -122,10 +122,3 @@ def _divergence(files: BundleFiles, packed: Path) -> float:
             f"{MOST_DIVERGENCE} are allowed; the bundle's own graph is used instead"
         )
     return divergence
-
-
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=-1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=-1, keepdims=True))
-    return wide

@@ -41,7 +41,7 @@ def score_rows(logits: Logits, targets: NDArray[np.int64], reference: Logits | N
     step = max(1, _BLOCK_BYTES // (8 * logits.shape[1]))
     for start in range(0, len(targets), step):
         rows = slice(start, start + step)
-        log_probabilities = _log_softmax(logits[rows])
+        log_probabilities = log_softmax(logits[rows])
         scores["nll"][rows] = -_chosen(log_probabilities, targets[rows])
         if reference is not None:
             _compare(scores[rows], logits[rows], log_probabilities, targets[rows], reference[rows])
@@ -56,7 +56,7 @@ def _compare(
     reference: Logits,
 ) -> None:
     """Fill in what needs the reference: KL is sum p (log p - log q) over the softmax of both rows."""
-    reference_log_probabilities = _log_softmax(reference)
+    reference_log_probabilities = log_softmax(reference)
     scores["reference_nll"] = -_chosen(reference_log_probabilities, targets)
     divergence = (np.exp(reference_log_probabilities) * (reference_log_probabilities - log_probabilities)).sum(axis=-1)
     scores["kl"] = np.maximum(divergence, 0.0)  # rounding may end below zero
@@ -67,7 +67,8 @@ def _compare(
     scores["lead"] = _chosen(reference, reference_best).astype(np.float64) - _chosen(reference, best)
 
 
-def _log_softmax(logits: Logits) -> NDArray[np.float64]:
+def log_softmax(logits: Logits) -> NDArray[np.float64]:
+    """Log-probabilities [n, V] float64 of rows of logits [n, V]."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=-1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -1,7 +1,7 @@
 """Run a bundle's certificate again on this machine: through the session, cache and tokenizer that serve.
 
 In: a bundle folder. Out: checks, and what is other here than where the certificate was made. It needs no torch; a fresh
-reference comes from outside (see `export/reference.py`).
+reference comes from outside (see `export/verify.py`).
 """
 
 import dataclasses

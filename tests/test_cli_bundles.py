@@ -44,6 +44,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
         "precision": None,
         "kv_cache": "auto",
         "context": None,
+        "image_size": None,
         "accuracy_level": None,
         "calibration": None,
         "max_kl": None,
@@ -59,7 +60,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
 def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
     options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --accuracy-level 4 --seed 3"
     options += " --no-verify --force --require-exact --calibration my.txt --max-kl 0.02"
-    options += " --disable-pass silu --disable-pass norm"
+    options += " --disable-pass silu --disable-pass norm --image-size 32x48"
     fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
     assert main(["export", "m", "o", *options.split(), *fused]) == 0
     passed = fake_export.calls[0][1]
@@ -69,6 +70,7 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
         "precision": "fp16",
         "kv_cache": "int8",
         "context": 64,
+        "image_size": (32, 48),
         "accuracy_level": 4,
         "calibration": Path("my.txt"),
         "max_kl": 0.02,

@@ -162,6 +162,12 @@ def test_a_packed_graph_that_computes_something_else_is_refused(
     assert not (folder / PREPARED_FOLDER).exists()
 
 
+def test_a_packed_graph_that_is_asked_for_and_not_there_is_an_error(exported: Path, packed: Path) -> None:
+    with pytest.raises(ValueError, match=r"prepared=True was asked for, .* run `graphport prepare"):
+        load(exported, device="cpu", prepared=True)
+    assert load(packed, device="cpu", prepared=True).is_prepared
+
+
 def test_bundles_for_cuda_are_not_packed(exported: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "bundle"))
     manifest = json.loads((folder / MANIFEST_FILE).read_text())

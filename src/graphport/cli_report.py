@@ -5,6 +5,7 @@ In: a bundle folder. Out: a `Report`, text on stderr. It verifies and runs nothi
 
 import json
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -145,7 +146,24 @@ def print_report(report: Report) -> None:
     """All tables of a bundle."""
     manifest = report.manifest
     table = Table("bundle", escape(str(report.path)))
-    for name, value in (
+    for name, value in _facts(report):
+        table.add_row(escape(name), escape(value))
+    print_table(table)
+    print_bundle(manifest, report.fusions, report.checks or ())
+    print_matrices(report.matrices)
+    if report.choice is not None:
+        print_choice(report.choice)
+    print_notes((*report.advice, *(() if report.tuning_problem is None else (report.tuning_problem,))))
+    if report.checks is None:
+        print_line("no certificate: it was exported with --no-verify")
+    elif manifest.target != "cpu":
+        print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+
+
+def _facts(report: Report) -> tuple[tuple[str, str], ...]:
+    """What a bundle is, by name."""
+    manifest = report.manifest
+    return (
         ("target", manifest.target),
         ("precision", manifest.precision),
         *(() if (level := report.accuracy_level) is None else (("accuracy level", _ACCURACY[level]),)),
@@ -158,18 +176,7 @@ def print_report(report: Report) -> None:
         *((f"source {key}", value) for key, value in manifest.source.items()),
         *(() if report.tuning is None else (("tuned here", report.tuning["words"]),)),
         ("graphport", manifest.graphport_version),
-    ):
-        table.add_row(escape(name), escape(value))
-    print_table(table)
-    print_bundle(manifest, report.fusions, report.checks or ())
-    print_matrices(report.matrices)
-    if report.choice is not None:
-        print_choice(report.choice)
-    print_notes((*report.advice, *(() if report.tuning_problem is None else (report.tuning_problem,))))
-    if report.checks is None:
-        print_line("no certificate: it was exported with --no-verify")
-    elif manifest.target != "cpu":
-        print_line(f"the checks ran in fp32 on the CPU, not in {manifest.precision} on {manifest.target}")
+    )
 
 
 def _limits(manifest: Manifest) -> list[tuple[str, str]]:
@@ -200,13 +207,12 @@ def write_page(report: Report, path: Path, *, with_times: bool) -> None:
 
         times = [asdict(time) for time in measure_ops(open_bundle(report.path))]
     account = _read_json(report.path / FUSIONS_FILE) or {}
-    text = report_page(report.to_dict(), account, _read_json(report.path / CERTIFICATE_FILE), times)
-    part = path.with_name(f".{path.name}.part")
-    try:
+    certificate = _read_json(report.path / CERTIFICATE_FILE)
+    text = report_page(report.to_dict(), _facts(report), account, certificate, times)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name:
+        part = Path(name) / path.name
         part.write_text(text, encoding="utf-8")
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _pooling(pooling: PoolingConfig) -> str:

@@ -40,7 +40,8 @@ def verify(
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
     if read_manifest(bundle).kind != "decoder":
-        _verify_encoder(bundle, against, given={"--write": write, "--invariance": invariance}, as_json=as_json)
+        given = {"--write": write, "--invariance": invariance, "--device": device != "auto"}
+        _verify_encoder(bundle, against, given=given, as_json=as_json)
         return
     from graphport.runtime.bundle_files import open_bundle
     from graphport.runtime.invariance import check_invariance

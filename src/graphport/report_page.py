@@ -25,21 +25,23 @@ _TRIAL_SECONDS = ("best_seconds", "seconds", "noise")
 _WIDTH, _HEIGHT, _MARGIN = 900, 160, 46
 
 
-def report_page(facts: Json, account: Json, certificate: Json | None, times: Sequence[Json]) -> str:
-    """The page. `facts` is a `Report`'s data, `account` that of fusions.json, `times` records of name, op, provider,
-    microseconds.
+def report_page(
+    report: Json, facts: Sequence[tuple[str, str]], account: Json, certificate: Json | None, times: Sequence[Json]
+) -> str:
+    """The page. `report` is a `Report`'s data, `facts` what the bundle is by name, `account` that of fusions.json,
+    `times` records of name, op, provider, microseconds.
     """
-    manifest = facts["manifest"]
-    title = f"graphport bundle {facts['path']}"
+    manifest = report["manifest"]
+    title = f"graphport bundle {report['path']}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        _facts_table(manifest, facts),
+        _table(("", ""), [*facts, *(("advice", line) for line in report["advice"]), *_not_tuned(report)]),
         "<h2>Files</h2>",
         _table(
             ("file", "bytes", "SHA-256"),
             [(name, _number(record["size"]), record["sha256"]) for name, record in manifest["files"].items()],
         ),
-        *_tuning_parts(facts["tuning"]),
+        *_tuning_parts(report["tuning"]),
         "<h2>Certificate</h2>",
         *_certificate_parts(certificate),
         "<h2>Graph, place by place</h2>",
@@ -51,22 +53,9 @@ def report_page(facts: Json, account: Json, certificate: Json | None, times: Seq
     )
 
 
-def _facts_table(manifest: Json, facts: Json) -> str:
-    config = manifest["config"]
-    rows = [
-        ("target", manifest["target"]),
-        ("precision", manifest["precision"]),
-        ("accuracy level", facts["accuracy_level"]),
-        ("longest text", f"{manifest['max_length']} tokens"),
-        ("layers", len(config["blocks"])),
-        ("vocabulary", config["vocab_size"]),
-        *((f"source {key}", value) for key, value in manifest["source"].items()),
-        ("graphport", manifest["graphport_version"]),
-        ("tuned here", None if facts["tuning"] is None else facts["tuning"]["words"]),
-        ("not tuned here", facts["tuning_problem"]),
-        *(("advice", line) for line in facts["advice"]),
-    ]
-    return _table(("", ""), [(name, value) for name, value in rows if value is not None])
+def _not_tuned(report: Json) -> list[tuple[str, str]]:
+    problem = report["tuning_problem"]
+    return [] if problem is None else [("not tuned here", problem)]
 
 
 def _tuning_parts(tuning: Json | None) -> list[str]:
