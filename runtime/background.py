@@ -4,6 +4,7 @@ In: requests, and for each a function that takes its results. Out: calls of thes
 no requests (see `intake.py`) and schedules nothing (see `engine.py`).
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
@@ -12,6 +13,8 @@ from typing import Any
 
 from graphport.runtime.request import Request
 from graphport.runtime.turns import Turns
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +78,19 @@ class Background:
                 self._turns.advance([job.request for job in jobs])
                 over = [job for job in jobs if _hand_over(job)]
             except Exception as error:  # of the engine itself: every owner is told, and the thread goes on
-                self._turns.cancel_later([job.request for job in jobs])
-                for job in jobs:
-                    job.deliver(Arrival(results=(), is_over=True, error=error))
+                self._fail(jobs, error)
                 over = jobs
             with self._change:
                 self._jobs = [job for job in self._jobs if job not in over]
+
+    def _fail(self, jobs: Many[_Job], error: Exception) -> None:
+        """Free the slots of all jobs now, as no step may follow, and tell every owner."""
+        try:
+            self._turns.cancel([job.request for job in jobs])
+        except Exception:  # the engine fails at this too: what is left ends with the next step
+            _log.exception("slots could not be freed after a failure of the engine")
+        for job in jobs:
+            job.deliver(Arrival(results=(), is_over=True, error=error))
 
     def _next_jobs(self) -> Many[_Job]:
         """The requests that run now, when there are some; none once it is closed and all have ended."""

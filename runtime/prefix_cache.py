@@ -86,10 +86,15 @@ class PrefixCache:
             num_reused_tokens=self._num_reused_tokens,
         )
 
-    def find(self, ids: Ids, *, most: int) -> list[Rows]:
-        """Rows of the longest beginning of a prompt `ids` [T] that is kept, at most `most` tokens, block by block."""
+    def find(self, ids: Ids, *, most: int, least: int = 0) -> list[Rows]:
+        """Rows of the longest beginning of a prompt `ids` [T] that is kept, at most `most` tokens, block by block.
+
+        None, and nothing is counted as found, if they are fewer than the `least` tokens known to the caller anyway.
+        """
         path = self._path(ids[:most])
         self._touch(path)
+        if len(path) * self.block_tokens < least:
+            path = []
         self._num_prompts += 1
         self._num_hits += bool(path)
         self._num_prompt_tokens += len(ids)

@@ -41,13 +41,12 @@ class RowReuse:
         """
         ids = sequence.prompt_ids
         most = len(ids) - 1 if sequence.first_row is None else min(sequence.first_row, len(ids) - 1)
-        found = [] if self.prefixes is None else self.prefixes.find(ids, most=most)
-        length = sum(rows[0].shape[1] for rows in found)
         shared = self._shared_with_state(sequence, most)
-        if sequence.state is not None and shared > length:
-            self._cache.append_rows(slot, [rows[:, :shared] for rows in sequence.state.rows])
-        elif found:
+        found = [] if self.prefixes is None else self.prefixes.find(ids, most=most, least=shared)
+        if found:
             self._cache.append_rows(slot, [np.concatenate(pieces, axis=1) for pieces in zip(*found, strict=True)])
+        elif sequence.state is not None and shared:
+            self._cache.append_rows(slot, [rows[:, :shared] for rows in sequence.state.rows])
 
     def keep(self, sequence: Sequence, slot: int) -> None:
         """Keep the rows of `slot` for later prompts that begin with the same ids."""

@@ -6,7 +6,6 @@ In: bundles by name and settings. Out: a server that runs until it is told to en
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -137,12 +136,3 @@ def raise_file_limit() -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def in_thread(server: Server) -> threading.Thread:
-    """Run a server on a thread of its own, and return when it answers. End it by `begin_to_end`, then join."""
-    ready = threading.Event()
-    thread = threading.Thread(target=server.run, args=(ready.set,), name="graphport-server", daemon=True)
-    thread.start()
-    ready.wait()
-    return thread

@@ -217,14 +217,14 @@ class ServerApp:
         record: RequestRecord = request.scope["graphport.record"]
         record.model = call.model
         begin = time.monotonic()
-        served.places.take(1, field="input")
+        served.places.take(len(call.texts), field="input")
         try:
             async with asyncio.timeout(self._settings.request_timeout):
-                vectors, num_tokens = await served.embed(call)
+                vectors, num_tokens = await unless_gone(request.receive, served.embed(call))
         except TimeoutError as error:
             raise ApiError(504, "the request took longer than the server allows", code="timeout") from error
         finally:
-            served.places.give_back(1)
+            served.places.give_back(len(call.texts))
             served.places.note(time.monotonic() - begin)
         record.prompt_tokens = num_tokens
         sent: list[Any] = [

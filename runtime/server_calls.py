@@ -204,7 +204,7 @@ def _manner(fields: Fields) -> dict[str, Any]:
     if timeout is not None and (
         isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < 1e9
     ):
-        fields.refuse("timeout", f"must be a number of seconds above 0; got {timeout!r}")
+        fields.refuse("timeout", f"must be a number of seconds above 0 and below 1e9; got {timeout!r}")
     ignored = fields.ignore(IGNORED)
     fields.finish()
     return {"stream": stream, "include_usage": include_usage, "timeout": timeout, "ignored": ignored}
@@ -230,6 +230,13 @@ def _numbered(bias: Fields) -> dict[int, Any]:
         if not (key.isascii() and key.isdigit() and len(key) < 12):
             raise ApiError(
                 400, f"logit_bias has the key {key!r}; keys are token ids", param="logit_bias", code="invalid_value"
+            )
+        if int(key) in numbered:
+            raise ApiError(
+                400,
+                f"logit_bias has the id {int(key)} twice, the second time as {key!r}; give each id once",
+                param="logit_bias",
+                code="invalid_value",
             )
         numbered[int(key)] = bias.take(key)
     return numbered

@@ -8,7 +8,6 @@ from typing import Any
 from graphport.runtime.chat_template import ChatTemplateError
 from graphport.runtime.constraints import ConstraintError
 from graphport.runtime.memory import NotEnoughMemoryError
-from graphport.runtime.sampling import NonFiniteLogitsError
 
 _LONGEST = 400  # characters of a message: values that callers gave are quoted in it
 
@@ -73,7 +72,7 @@ def failure(error: Exception) -> ApiError:
             return ApiError(400, str(error), param="response_format", code="constraint_failed")
         case ChatTemplateError():
             return ApiError(400, str(error), param="messages", code="invalid_value")
-        case NonFiniteLogitsError():
+        case FloatingPointError():  # of logits, or of an encoder's hidden states
             return ApiError(500, str(error), code="model_overflow")
         case MemoryError():
             return ApiError(503, f"memory ran out: {error}", code="not_enough_memory", retry_after=5)

@@ -157,7 +157,8 @@ class ServedEncoder:
     def __init__(self, name: str, encoder: Encoder, settings: ServerSettings) -> None:
         self.name = name
         self.encoder = encoder
-        self.places = Places(name, running=1, waiting=settings.max_queue)
+        self.places = Places(name, running=encoder.max_batch, waiting=settings.max_queue)
+        self.is_closing = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="graphport-encoder")
 
     async def embed(self, call: EmbeddingCall) -> tuple[NDArray[np.float32], int]:
@@ -170,7 +171,14 @@ class ServedEncoder:
                 param="dimensions",
                 code="invalid_value",
             )
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, call)
+        if self.is_closing:
+            raise _stopped()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._embed, call)
+        except asyncio.CancelledError as error:
+            if self.is_closing:  # it waited, and `close` took it out of the queue
+                raise _stopped() from error
+            raise
 
     def _embed(self, call: EmbeddingCall) -> tuple[NDArray[np.float32], int]:
         tokenizer = self.encoder.tokenizer
@@ -183,9 +191,14 @@ class ServedEncoder:
             raise refusal(error, "input") from error
 
     async def close(self) -> None:
-        """Give the memory back."""
-        await asyncio.to_thread(self._thread.shutdown)
+        """End what waits, let what runs end, and give the memory back."""
+        self.is_closing = True
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
         self.encoder.close()
+
+
+def _stopped() -> ApiError:
+    return ApiError(503, "the server stopped before the answer was complete", code="draining", retry_after=5)
 
 
 Served = ServedDecoder | ServedEncoder

@@ -33,7 +33,7 @@ class Turns:
                     self.advance([request])
                 request.raise_error()
         finally:
-            self._cancel(requests)
+            self.cancel(requests)
 
     def admit(self, requests: Many[Request[Any]]) -> None:
         """Raise NotEnoughMemoryError if one of the requests could never run, however long it waited."""
@@ -51,7 +51,7 @@ class Turns:
                     self.advance([request])
             request.raise_error()
         finally:
-            self._cancel([request])
+            self.cancel([request])
 
     def close(self) -> None:
         """Give the engine back; requests that run end as cancelled, later ones raise."""
@@ -80,6 +80,22 @@ class Turns:
         if self.engine is not None:
             self.engine.cancellations.extend(_unfinished(requests))
 
+    def cancel(self, requests: Many[Request[Any]]) -> None:
+        """Free the places of sequences that have not ended, now or with the next step.
+
+        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
+        """
+        engine, unfinished = self.engine, _unfinished(requests)
+        if engine is None or not unfinished:
+            return
+        engine.cancellations.extend(unfinished)
+        if self._turn.acquire(blocking=False):
+            try:
+                if not self._is_stepping:
+                    engine.drop_cancelled()
+            finally:
+                self._turn.release()
+
     def advance(self, requests: Many[Request[Any]]) -> None:
         """Run one step, or wait for the steps of another thread until they reach one of `requests`."""
         with self._turn:
@@ -95,22 +111,6 @@ class Turns:
             with self._turn:
                 self._is_stepping = False
                 self._turn.notify_all()
-
-    def _cancel(self, requests: Many[Request[Any]]) -> None:
-        """Free the places of sequences that have not ended, now or with the next step.
-
-        It never waits: the garbage collector may call it, by way of a dropped stream, in the middle of a step.
-        """
-        engine, unfinished = self.engine, _unfinished(requests)
-        if engine is None or not unfinished:
-            return
-        engine.cancellations.extend(unfinished)
-        if self._turn.acquire(blocking=False):
-            try:
-                if not self._is_stepping:
-                    engine.drop_cancelled()
-            finally:
-                self._turn.release()
 
 
 def _is_reached(requests: Many[Request[Any]]) -> bool:

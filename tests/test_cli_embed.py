@@ -43,6 +43,21 @@ def test_one_vector_a_line_from_arguments_a_file_and_stdin(
     assert np.array_equal(_vectors(capsys.readouterr().out), found)
 
 
+def test_only_ends_of_lines_end_a_text(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    texts = ["a\u2028text", "", "the\x0ccat\x85sat", "x\r"]
+    (tmp_path / "texts.txt").write_bytes("\r\n".join(texts).encode() + b"\n")
+    with load_encoder(bundle) as encoder:
+        expected = encoder.encode([*texts[:-1], "x"])
+    assert main(["embed", str(bundle), "--file", str(tmp_path / "texts.txt")]) == 0
+    assert np.array_equal(_vectors(capsys.readouterr().out).astype(np.float32), expected)
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(texts)))
+    assert main(["embed", str(bundle)]) == 0
+    assert np.array_equal(_vectors(capsys.readouterr().out).astype(np.float32), expected)
+
+
 def test_json_is_one_object_and_options_are_heeded(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     command = ["embed", str(bundle), "a", "the " * 40, "--truncate", "--no-normalize", "--batch-size", "1", "--json"]
@@ -57,7 +72,7 @@ def test_json_is_one_object_and_options_are_heeded(bundle: Path, capsys: pytest.
     [
         (["a", "--file", "x"], 2, "give texts or --file, not both"),
         (["the " * 40], 1, "text 0 has 42 tokens, more than max_length (32)"),
-        (["--file", "/nowhere.txt"], 1, "/nowhere.txt"),
+        (["--file", "/nowhere.txt"], 1, "no file at /nowhere.txt; --file names a text in UTF-8"),
     ],
 )
 def test_what_cannot_be_embedded_is_one_line(

@@ -11,6 +11,7 @@ from tiny_checkpoints import edit_json
 from tiny_encoders import CONFIGS, SIZES, randomise, word_piece
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from graphport.cli_serve import _is_encoder
 from graphport.export import export
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.huggingface_heads import SEQUENCE_HEADS
@@ -87,6 +88,8 @@ def test_texts_are_classified_in_their_order_and_whatever_their_neighbours(folde
         assert encoder.classify([]) == []
         with pytest.raises(ValueError, match="no pooling, so no vector a text; use classify"):
             encoder.encode(IDS)
+    with pytest.raises(ValueError, match="is a classifier, for which there is no route; serve decoders"):
+        _is_encoder(folder / "text.bundle")
 
 
 def test_tokens_are_classified_one_by_one(folder: Path) -> None:

@@ -97,8 +97,8 @@ def test_b102_a_cache_that_gives_wrong_rows_is_noticed(
     warm.generate([ids], greedy(1))
     find = PrefixCache.find
 
-    def wrong(self: PrefixCache, ids: Any, *, most: int) -> Any:
-        found = find(self, ids, most=most)
+    def wrong(self: PrefixCache, ids: Any, **bounds: int) -> Any:
+        found = find(self, ids, **bounds)
         assert len(found) == 4
         if broken == "heads swapped":
             return [tuple(rows[::-1] for rows in block) for block in found]
@@ -118,6 +118,20 @@ def test_a_second_turn_runs_only_what_is_new(warm: LanguageModel, cold: Language
     assert before is not None
     assert after is not None
     assert after.num_reused_tokens - before.num_reused_tokens == 48  # of 63 that had run, the whole blocks of 16
+    assert second == cold.generate([conversation], greedy(6))[0]
+
+
+def test_rows_that_a_state_gives_are_not_counted_as_found(warm: LanguageModel, cold: LanguageModel) -> None:
+    prompt = random_ids(40)
+    (first,) = warm.generate([prompt], greedy(5), keep_state=True)
+    conversation = [*prompt, *first.token_ids, *random_ids(10, 3)]
+    before = warm.statistics.prefix_cache
+    (second,) = warm.generate([conversation], greedy(6), state=first.state)  # 44 rows; the cache has 32 of them
+    after = warm.statistics.prefix_cache
+    assert before is not None
+    assert after is not None
+    assert after.num_prompts == before.num_prompts + 1
+    assert (after.num_hits, after.num_reused_tokens) == (before.num_hits, before.num_reused_tokens)
     assert second == cold.generate([conversation], greedy(6))[0]
 
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -282,33 +281,3 @@ def test_a_log_line_of_a_failure_says_where_and_not_what() -> None:
     assert (line["error"], line["event"]) == ("ValueError", "failure in 1")
     assert "test_server_answers" in line["at"][0]
     assert "secret" not in json.dumps(line)
-
-
-def test_embeddings_are_the_encoders(tmp_path: Path) -> None:
-    from tiny_encoders import TEXTS, make_encoder, save_sentence_folder
-
-    from graphport.export import export
-    from graphport.runtime import load_encoder
-
-    source = save_sentence_folder(tmp_path / "source", make_encoder("bert"))
-    export(source, tmp_path / "bert", precision="fp32", verify=False)
-    expected = load_encoder(tmp_path / "bert", threads=1).encode(TEXTS)
-    with serving({"bert": tmp_path / "bert"}) as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        got = client.embeddings.create(model="bert", input=list(TEXTS))  # as base64: the client's own choice
-        assert np.array_equal(np.array([each.embedding for each in got.data], np.float32), expected)
-        floats = server.ask("/v1/embeddings", {"model": "bert", "input": TEXTS[0], "encoding_format": "float"})
-        assert np.allclose(floats.json["data"][0]["embedding"], expected[0], atol=1e-6)
-        assert floats.json["usage"]["prompt_tokens"] > 0
-        for fields, status, param in (
-            ({"input": "the " * 300}, 400, "input"),
-            ({"input": []}, 400, "input"),
-            ({"input": "x", "dimensions": 3}, 400, "dimensions"),
-            ({"input": "x", "encoding_format": "hex"}, 400, "encoding_format"),
-            ({"input": "x", "colour": 1}, 400, "colour"),
-            ({"input": [[1, 99999]]}, 400, "input"),
-        ):
-            refused = server.ask("/v1/embeddings", {"model": "bert", **fields})
-            assert (refused.status, refused.json["error"]["param"]) == (status, param)
-        wrong = server.ask("/v1/completions", {"model": "bert", "prompt": "x"})
-        assert (wrong.status, wrong.json["error"]["code"]) == (400, "wrong_model")

@@ -137,6 +137,7 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_thread(
         patch.setattr(engine, "_decode", lambda: 1 / 0)
         assert server.ask(COMPLETIONS, LONG).status == 500
     wait_until(lambda: server.places == 0, "its place is free")
+    assert server.active == 0  # with no step after the one that failed
     assert server.ask(COMPLETIONS, SHORT).status == 200
 
 

@@ -6,6 +6,7 @@ In: bundles by name, settings. Out: a base URL, JSON answers, raw sockets. It ch
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from graphport.runtime import load
-from graphport.runtime.server import Server, in_thread, open_socket
+from graphport.runtime.server import Server, open_socket
 from graphport.runtime.server_models import ServedDecoder
 from graphport.runtime.server_settings import ServerSettings
 
@@ -94,13 +95,23 @@ def serving(bundles: dict[str, Path], settings: ServerSettings | None = None, **
     """A server on `bundles`, ended gently at the end."""
     opened = {name: load(folder, threads=1, **options) for name, folder in bundles.items()}
     server = Server(opened, open_socket("127.0.0.1", 0), settings or ServerSettings())
-    thread = in_thread(server)
+    thread = _in_thread(server)
     try:
         yield TinyServer(server)
     finally:
         server.begin_to_end()
         thread.join(timeout=60)
         assert not thread.is_alive()
+
+
+def _in_thread(server: Server) -> threading.Thread:
+    """Run a server on a thread of its own, and return when it answers."""
+    ready = threading.Event()
+    thread = threading.Thread(target=server.run, args=(ready.set,), name="graphport-server", daemon=True)
+    thread.start()
+    while not ready.wait(0.1):
+        assert thread.is_alive(), "the server ended before it answered"
+    return thread
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

@@ -14,6 +14,7 @@ import typer
 
 from graphport import cli_tables
 from graphport.cli_options import BundlePath, Debug, Json
+from graphport.model_def.text_file import read_text
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -58,10 +59,12 @@ def embed(
 
 
 def _read_lines(file: Path | None) -> list[str]:
-    """The lines of a file or of stdin, without the ends of lines; raises ValueError for what is no UTF-8."""
-    if file is None or str(file) == "-":
-        return sys.stdin.read().splitlines()
-    try:
-        return file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}") from error
+    """The lines of a file or of stdin, without the ends of lines; raises ValueError for what is no UTF-8.
+
+    Lines end with LF or CR LF alone: `str.splitlines` would cut a text at U+2028, form feeds and others too.
+    """
+    text = sys.stdin.read() if file is None or str(file) == "-" else read_text(file, argument="--file")
+    lines = text.split("\n")
+    if not lines[-1]:  # after the end of the last line
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]

@@ -125,9 +125,13 @@ def _is_encoder(folder: Path) -> bool:
     """Whether texts are encoded and not continued. Raises ValueError for what has no route."""
     from graphport.runtime import open_bundle
 
-    kind = open_bundle(folder).manifest.kind
+    manifest = open_bundle(folder).manifest
+    kind = manifest.kind
     if kind not in ("decoder", "encoder"):
         raise ValueError(f"{folder} is an {kind}, for which there is no route; serve decoders and encoders of texts")
+    if kind == "encoder" and manifest.config.pooling is None:
+        what = "has no pooling, so no vector a text" if manifest.config.classifier is None else "is a classifier"
+        raise ValueError(f"{folder} {what}, for which there is no route; serve decoders and encoders that embed texts")
     return kind == "encoder"
 
 
