@@ -131,21 +131,19 @@ def certify_stages(
     observe: Callable[[str], None],
     trace: Callable[[str, Path, CompilePlan], None] | None = None,
 ) -> tuple[Check, ...]:
-    """Check the fp32 compilation against eager; writes and removes it under `folder`'s parent.
+    """Check the exported graph and its fp32 compilation against eager; writes and removes both beside `folder`.
 
-    Where it fails the exported graph is checked too, so that the stage to blame is named: it is slow to open, and what
-    was compiled from it cannot be right where it is wrong. A precision that keeps a GGUF file's blocks is also compiled
-    with exact activations: the weights alone may differ. `trace` is shown the compilation while it is there.
+    A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
+    `trace` is shown the compilation while it is there.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        observe("parity of the exported graph")
+        checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
-        checks = _check_fused(exported, plan, ids, reference, folder=Path(name))
+        checks += _check_fused(exported, plan, ids, reference, folder=Path(name))
         if trace is not None:
             trace(FUSED_NAME, Path(name), plan)
-    if not all(check.passed for check in checks):
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
-            observe("parity of the exported graph")
-            checks = _check_exported(exported, plan, ids, reference, folder=Path(name)) + checks
     if not plan.precision.keeps_blocks:
         return checks
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:

@@ -1,4 +1,4 @@
-"""What differs between decoders, encoders and image encoders on the way to a bundle: one record a kind, in one table.
+"""What differs between decoders, encoders and image encoders on the way to a bundle: one record a kind.
 
 In: a configuration. Out: its kind's record. `model_export.py` orders the steps; this file says what a kind traces and
 what it is compared on.

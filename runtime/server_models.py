@@ -1,6 +1,7 @@
 """The models that a server has open, by name: places in their queues, and calls made into requests.
 
-In: bundles by name, calls. Out: `Decoder`s and `Encoder`s whose places are counted, checked requests. It knows no HTTP.
+In: bundles by name, calls. Out: `ServedDecoder`s and `ServedEncoder`s whose places are counted, checked requests, and
+refusals with their HTTP status. It reads and writes no HTTP.
 """
 
 import asyncio

@@ -270,7 +270,7 @@ def test_another_processor_is_said_and_is_no_obstacle(bundle: Path, monkeypatch:
 
 def test_strict_refuses_a_certificate_whose_checks_failed_or_are_none(bundle: Path) -> None:
     checks = json.loads((bundle / CERTIFICATE_FILE).read_text())["checks"]
-    for spoilt, words in (([], "has no checks"), ([{**checks[0], "measured": 9.0}], "failed: compiled")):
+    for spoilt, words in (([], "has no checks"), ([{**checks[0], "measured": 9.0}], "failed: exported")):
         change_certificate(bundle, checks=spoilt)
         rehash(bundle, certificate=False)
         with pytest.raises(CertificateError, match=words):

@@ -207,7 +207,7 @@ def bundle(gguf_file: Path) -> Bundle:
 def test_a_gguf_file_keeps_its_values_unless_told_otherwise_and_the_certificate_shows_it(bundle: Bundle) -> None:
     assert bundle.manifest.precision == "gguf"
     stages = [check.name.partition(":")[0] for check in bundle.certificate]
-    assert stages[:5] == ["compiled", "compiled", "compiled", "exact blocks", "gguf"]
+    assert stages[:6] == ["exported", "compiled", "compiled", "compiled", "exact blocks", "gguf"]
     exact = next(check for check in bundle.certificate if check.name.startswith("exact blocks"))
     assert exact.measured <= exact.tolerance == 1e-6
     shipped = next(check for check in bundle.certificate if check.name.startswith("gguf"))
