@@ -1,16 +1,19 @@
 """Bodies of the `graphport` ops in a model: an exported graph carries those of the ops that it uses.
 
 In: a model and the name of an op. Out: the model with the body, and those of what it calls, among its functions. The
-bodies themselves stand in `portable_ops.py`, `portable_encoder_ops.py` and `portable_image_ops.py`.
+bodies themselves stand in `portable_ops.py` and the other `portable_*_ops.py`.
 """
 
 import onnx_ir as ir
 
 from graphport.export.portable_encoder_ops import ENCODER_FUNCTIONS
+from graphport.export.portable_expert_ops import EXPERT_FUNCTIONS
 from graphport.export.portable_image_ops import IMAGE_FUNCTIONS
 from graphport.export.portable_ops import DOMAIN, FUNCTIONS
 
-_BODIES = {function.name: function for function in (*FUNCTIONS, *ENCODER_FUNCTIONS, *IMAGE_FUNCTIONS)}
+_BODIES = {
+    function.name: function for function in (*FUNCTIONS, *ENCODER_FUNCTIONS, *EXPERT_FUNCTIONS, *IMAGE_FUNCTIONS)
+}
 
 
 def attach_function(model: ir.Model, name: str) -> None:

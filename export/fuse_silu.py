@@ -29,6 +29,8 @@ def fuse_silu(model: ir.Model, plan: CompilePlan) -> PassReport:  # noqa: ARG001
             continue
         x, alpha = _scaled(node.inputs[0])
         site = site_of(x).removesuffix(".gate_up").removesuffix(".gate")
+        if site.endswith(".shared_gate"):
+            continue  # a gate of its own (see `Experts`), no activation
         readers = [use.node for use in node.outputs[0].uses()]
         if len(readers) != 1 or readers[0].op_type != "Mul" or x not in readers[0].inputs:
             found = ", ".join(reader.op_type for reader in readers) or "nothing"

@@ -31,7 +31,7 @@ def output_site(layer: int) -> str:
 
 
 def down_site(layer: int) -> str:
-    """What the feed-forward gives."""
+    """What the feed-forward gives, of experts without what they share."""
     return f"layer {layer} feed_forward.down"
 
 
@@ -49,7 +49,8 @@ def site_values(graph: ir.Graph, num_layers: int) -> dict[str, ir.Value]:
         found[key_site(layer)] = _float(outputs.get(present_key(layer)))
         found[value_site(layer)] = _float(outputs.get(present_value(layer)))
         found[output_site(layer)] = _product(graph, f"blocks.{layer}.attention.output.")
-        found[down_site(layer)] = _product(graph, f"blocks.{layer}.feed_forward.down.")
+        owner = f"blocks.{layer}.feed_forward"
+        found[down_site(layer)] = _product(graph, f"{owner}.down.") or _product(graph, f"{owner}.experts.down.")
     found[LOGITS] = outputs.get(LOGITS)
     return {site: value for site in ordered_sites(num_layers) if (value := found.get(site)) is not None}
 

@@ -27,6 +27,7 @@ from graphport.export.graph_pass import (
 from graphport.export.pack_projections import packed_from
 from graphport.export.portable_ops import DOMAIN
 from graphport.export.quantize import BlockQuantized, quantize_blocks
+from graphport.model_def.experts import is_deciding
 
 EMBEDDING = "embedding.weight"
 TABLES = (EMBEDDING, "head.weight")
@@ -80,7 +81,7 @@ def _blocks(weight: ir.Value, plan: CompilePlan) -> BlockQuantized | None:
     if held:
         return stack_matrices(held)
     bits = plan.precision.table_bits if weight.name in TABLES else plan.precision.weight_bits
-    if bits is None:
+    if bits is None or is_deciding(weight.name or ""):
         return None
     assert weight.const_value is not None
     return quantize_blocks(weight.const_value.numpy().astype(np.float32, copy=False), bits)

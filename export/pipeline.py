@@ -16,13 +16,15 @@ from graphport.export.fuse_residual_norm import fuse_residual_norm
 from graphport.export.fuse_silu import fuse_silu
 from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
+from graphport.export.lower_experts import lower_experts
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.lower_padded_attention import lower_padded_attention
 from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
-from graphport.model_def.config import AttentionConfig, NormOrder, TransformerConfig
+from graphport.model_def.config import AttentionConfig, BlockConfig, NormOrder, TransformerConfig
+from graphport.model_def.expert_config import ExpertsConfig
 
 PASSES: tuple[GraphPass, ...] = (
     clean_graph,
@@ -37,6 +39,7 @@ PASSES: tuple[GraphPass, ...] = (
     lower_norm,
     convert_floats,
     quantize_cache,
+    lower_experts,
     lower_linear,
     append_sampling,
     finish_graph,
@@ -54,6 +57,7 @@ RULES = (
     "norm",
     "half_precision",
     "kv_cache",
+    "experts",
     "linear",
     "sampling",
 )
@@ -107,20 +111,25 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
     blocks = plan.config.blocks
     attentions = [[f"blocks.{i}.attention.{part}.weight" for part in _QKV] for i in range(len(blocks))]
     feed_forwards = [
-        [f"blocks.{i}.feed_forward.{part}.weight" for part in _GATE_UP]
+        [f"blocks.{i}.{_dense_name(block)}.{part}.weight" for part in _GATE_UP]
         for i, block in enumerate(blocks)
-        if block.feed_forward.gated
+        if block.dense is not None and block.dense.gated
     ]
     return {
         "residual_norm": _count_normed_sums(plan.config),
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
-        "silu": sum(block.feed_forward.activation in ("silu", "quick_gelu") for block in blocks),
+        "silu": sum(block.dense is not None and block.dense.activation in ("silu", "quick_gelu") for block in blocks),
         "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
+        "experts": sum(isinstance(block.feed_forward, ExpertsConfig) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),
         "sampling": int(plan.target.samples_on_device and plan.config.is_causal),
     }
+
+
+def _dense_name(block: BlockConfig) -> str:
+    return "feed_forward.shared" if isinstance(block.feed_forward, ExpertsConfig) else "feed_forward"
 
 
 def _attention_limit(plan: CompilePlan, attention: AttentionConfig) -> str | None:

@@ -9,12 +9,14 @@ from math import prod
 from pathlib import Path
 
 from graphport.export.export_limits import longest_context
+from graphport.export.lower_experts import block_limit
 from graphport.export.precision_choice import FLOAT_SOURCE_PRECISION
 from graphport.export.source import call_function
 from graphport.export.targets import CPU, WEIGHT_BLOCK, Precision, Target, TargetError, find_target
 from graphport.model_def.checkpoint import CheckpointError
 from graphport.model_def.checkpoint_config import read_checkpoint_config
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.experts import is_deciding
 from graphport.model_def.signature import DType
 from graphport.model_def.transformer import Transformer, parameter_shapes
 
@@ -84,7 +86,7 @@ def _weights(config: TransformerConfig, precision: Precision, kept: int | None) 
     element = _SCALE_BYTES[precision.activations]
     for name, shape in parameter_shapes(config).items():
         bits = precision.table_bits if name.startswith(("embedding", "head")) else precision.weight_bits
-        if len(shape) < 2 or bits is None:
+        if len(shape) < 2 or bits is None or is_deciding(name) or _are_float_experts(name, config):
             floats += prod(shape) * element
         elif kept is None:
             groups = -(-shape[-1] // WEIGHT_BLOCK) * prod(shape[:-1])
@@ -92,6 +94,14 @@ def _weights(config: TransformerConfig, precision: Precision, kept: int | None) 
     if kept is not None:
         blocks = int(_KEPT_BLOCKS * kept)
     return floats + blocks, blocks
+
+
+def _are_float_experts(name: str, config: TransformerConfig) -> bool:
+    """Whether these are matrices of experts, whose widths are no whole blocks, or their biases."""
+    if ".experts." not in name:
+        return False
+    experts = config.blocks[int(name.split(".")[1])].feed_forward
+    return name.endswith(".bias") or block_limit(config.hidden_size, experts.width) is not None
 
 
 def _is_fused(config: TransformerConfig, target: Target) -> bool:

@@ -17,6 +17,7 @@ from graphport.export.graph_pass import CompilePlan, name_site
 from graphport.export.second_moments import InputMoments, second_moments
 from graphport.export.smoothed_matrices import SmoothedMatrix, smoothed_matrices
 from graphport.export.targets import Target
+from graphport.model_def.experts import is_deciding
 from graphport.model_def.transformer import Transformer
 
 LOW_BITS = 4
@@ -53,7 +54,7 @@ def round_groups(
     smoothed = smoothed_matrices(exported, plan)
     for moments in second_moments(model, windows):
         # a matrix that the module shares with another layer has one name in the graph, and is lowered under that
-        group = {name: smoothed[name] for name in moments.names if name in smoothed}
+        group = {name: smoothed[name] for name in moments.names if name in smoothed and not is_deciding(name)}
         if group:
             yield RoundedGroup(matrices=_round(moments, group, plan.target), smoothed=group)
 

@@ -101,7 +101,19 @@ def _flops(node: ir.Node) -> int:
     """Of the matrix products of one token; attention depends on the length and is left out."""
     if node.op_type == "MatMulNBits":
         return 2 * node.attributes["N"].as_int() * node.attributes["K"].as_int()
+    if node.op_type in ("MoE", "QMoE"):
+        return _expert_flops(node)
     if node.op_type not in ("MatMul", "Gemm") or node.inputs[1] is None or not node.inputs[1].is_initializer():
         return 0
     rows, columns = static_dims(node.inputs[1])
     return 2 * rows * columns
+
+
+def _expert_flops(node: ir.Node) -> int:
+    """Of the experts that one token runs: the second matrix of each has half the values of the first."""
+    first = node.inputs[2]
+    assert first is not None
+    _, rows, width = static_dims(first)
+    if node.op_type == "QMoE":
+        width = width * 8 // node.attributes["expert_weight_bits"].as_int()
+    return 3 * node.attributes["k"].as_int() * rows * width

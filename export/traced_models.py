@@ -98,7 +98,7 @@ class TracedEager:
         modules: dict[str, torch.nn.Module] = {EMBEDDING: self._model.embedding}
         for layer, block in enumerate(self._model.layers):
             modules[output_site(layer)] = block.attention.output
-            modules[down_site(layer)] = block.feed_forward.down
+            modules[down_site(layer)] = block.feed_forward.last
         if self._model.final_norm is not None:
             modules[FINAL_NORM] = self._model.final_norm
         return modules

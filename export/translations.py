@@ -1,7 +1,7 @@
 """How PyTorch ops become nodes: the fused ops as `graphport` nodes, linear layers as one node each.
 
 In: the values torch.onnx hands to a translation. Out: onnx_ir values. The function bodies of the nodes stand in
-`portable_ops.py` and `portable_encoder_ops.py`; they are attached after export because torch.onnx inlines the functions
+`portable_ops.py` and its neighbours; they are attached after export because torch.onnx inlines the functions
 it knows.
 """
 
@@ -14,6 +14,7 @@ from onnx.defs import OpSchema
 from onnxscript import opset23 as op
 from onnxscript.values import Op
 
+import graphport.model_def.expert_ops
 import graphport.model_def.image_ops
 import graphport.model_def.ops  # noqa: F401  # defines torch.ops.graphport
 from graphport.export import portable_ops
@@ -111,6 +112,15 @@ _IMAGE_PATCHES = _op("ImagePatches", inputs="pixels", outputs="patches", ints="p
 _PATCH_POSITIONS = _op(
     "PatchPositions", inputs="table pixels", outputs="positions", ints="patch_height patch_width rows columns"
 )
+_EXPERT_FLOATS, _EXPERT_INTS = "alpha up_offset limit", "num_chosen normalized"
+_EXPERTS = _op("Experts", inputs="x router_logits gate up down", outputs="y", floats=_EXPERT_FLOATS, ints=_EXPERT_INTS)
+_BIASED_EXPERTS = _op(
+    "BiasedExperts",
+    inputs="x router_logits gate up down gate_bias up_bias down_bias",
+    outputs="y",
+    floats=_EXPERT_FLOATS,
+    ints=_EXPERT_INTS,
+)
 _ROW_LENGTHS = _op("RowLengths", inputs="x", outputs="lengths:i32")
 
 
@@ -198,6 +208,34 @@ def _row_lengths(x: ir.Value) -> Any:  # noqa: ANN401
     return _ROW_LENGTHS(x)
 
 
+def _mixture_of_experts(
+    x: ir.Value,
+    router_logits: ir.Value,
+    gate: ir.Value,
+    up: ir.Value,
+    down: ir.Value,
+    gate_bias: ir.Value | None,
+    up_bias: ir.Value | None,
+    down_bias: ir.Value | None,
+    num_chosen: int,
+    normalized: bool,
+    alpha: float,
+    up_offset: float,
+    limit: float,
+) -> Any:  # noqa: ANN401
+    inputs = (x, router_logits, gate, up, down)
+    attributes = {
+        "num_chosen": num_chosen,
+        "normalized": int(normalized),
+        "alpha": alpha,
+        "up_offset": up_offset,
+        "limit": limit,
+    }
+    if gate_bias is None:
+        return _EXPERTS(*inputs, **attributes)
+    return _BIASED_EXPERTS(*inputs, gate_bias, up_bias, down_bias, **attributes)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.rms_norm.default: _rms_norm,
     torch.ops.graphport.cached_attention.default: _cached_attention,
@@ -205,6 +243,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.pool.default: _pool,
     torch.ops.graphport.image_patches.default: _image_patches,
     torch.ops.graphport.patch_positions.default: _patch_positions,
+    torch.ops.graphport.mixture_of_experts.default: _mixture_of_experts,
     torch.ops.graphport.row_lengths.default: _row_lengths,
     torch.ops.aten.linear.default: _linear,
 }

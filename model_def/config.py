@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.position_config import (
     ConfigError,
     DynamicScaling,
@@ -150,7 +151,7 @@ class BlockConfig:
     """
 
     attention: AttentionConfig
-    feed_forward: FeedForwardConfig
+    feed_forward: FeedForwardConfig | ExpertsConfig
     norm: NormConfig
     norm_order: NormOrder = "pre"
     attention_norm: bool = True
@@ -166,6 +167,14 @@ class BlockConfig:
             )
         if not self.attention_norm and self.norm_order != "pre":
             raise ConfigError(f"attention_norm may be left out of norm_order 'pre' alone, got {self.norm_order!r}")
+
+    @property
+    def dense(self) -> FeedForwardConfig | None:
+        """The feed-forward that every token runs: the block's, the one that experts share, or none."""
+        if isinstance(self.feed_forward, FeedForwardConfig):
+            return self.feed_forward
+        shared = self.feed_forward.shared_width
+        return None if shared is None else FeedForwardConfig(width=shared)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +301,7 @@ _RECORDS = {
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,
+        ExpertsConfig,
         BlockConfig,
         PoolingConfig,
         ClassifierConfig,

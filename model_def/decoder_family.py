@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import NormConfig, NormOrder
 from graphport.model_def.decoder_tensors import LLAMA, DecoderTensors
+from graphport.model_def.huggingface_experts import TRAINING_KEYS, ExpertRule
 from graphport.model_def.huggingface_values import Values, read_flag
 from graphport.model_def.huggingface_windows import WindowRule
 from graphport.model_def.rotary_parameters import RotaryRule
@@ -93,6 +94,7 @@ class DecoderFamily:
     feed_forward_norm: bool = True
     has_final_norm: bool = True
     gated: bool = True
+    experts: ExpertRule | None = None
     qkv_bias: bool | Flag = False
     output_bias: bool | Flag = False
     feed_forward_bias: bool | Flag = False
@@ -116,7 +118,8 @@ class DecoderFamily:
         named = [value.key for value in values if isinstance(value, Flag | Number)]
         rotary = () if self.rotary is None else self.rotary.keys
         window = () if self.window is None else self.window.keys
-        return (*_TOKEN_KEYS, *self.keys.values(), *self.refined_by, *named, *rotary, *window)
+        experts = () if self.experts is None else (*self.experts.keys, *TRAINING_KEYS)
+        return (*_TOKEN_KEYS, *self.keys.values(), *self.refined_by, *named, *rotary, *window, *experts)
 
     @property
     def numbers(self) -> tuple[Number | None, ...]:

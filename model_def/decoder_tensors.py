@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from graphport.model_def.checkpoint_record import account_for_tensors, stored_name
-from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.config import AttentionConfig, FeedForwardConfig, TransformerConfig
+from graphport.model_def.expert_config import ExpertsConfig
+from graphport.model_def.expert_tensors import EXPERTS, MIXTRAL, QWEN_MOE, ExpertTensors
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
-from graphport.model_def.stored_parts import StoredPart, needed_shapes
+from graphport.model_def.stored_parts import StackedPart, StoredPart, needed_shapes
 from graphport.model_def.transformer import parameter_shapes
 
 # stacked: all query heads, all key heads, all value heads. grouped: for each key/value head its query heads, itself,
@@ -37,7 +39,8 @@ class DecoderTensors:
 
     `prefix` stands before all but the head, except in files saved without a head. `modules` maps the modules of a block
     to those of `blocks`.{i}; what several of ours map to is one matrix: query, key and value in the order `qkv`, gate
-    and up one after the other. `is_transposed`: the matrices of blocks are [in, out] (GPT-2's Conv1D).
+    and up one after the other. `is_transposed`: the matrices of blocks are [in, out] (GPT-2's Conv1D). `experts`: the
+    namings of experts that occur.
     """
 
     modules: Mapping[str, str]
@@ -49,6 +52,7 @@ class DecoderTensors:
     heads: tuple[str, ...] = ("lm_head",)
     qkv: Layout = "stacked"
     is_transposed: bool = False
+    experts: tuple[ExpertTensors, ...] = ()
 
     def outer(self, prefix: str, head: str) -> dict[str, str]:
         """Our parameters outside the blocks to the files' names."""
@@ -82,6 +86,8 @@ def _fused_qkv(module: str) -> dict[str, str]:
 
 
 LLAMA = DecoderTensors(modules=_ATTENTION | _GATED | _PRE_NORMS)
+MIXTRAL_EXPERTS = dataclasses.replace(LLAMA, experts=MIXTRAL)
+QWEN_EXPERTS = dataclasses.replace(LLAMA, experts=QWEN_MOE)
 GEMMA_SANDWICH = DecoderTensors(
     modules={
         **_ATTENTION,
@@ -223,14 +229,14 @@ class StoredDecoder:
         """The name of the head's tensor, whether it is there or not."""
         return f"{self.head}.weight"
 
-    def find(self, where: str, config: TransformerConfig) -> tuple[dict[str, StoredPart], list[str]]:
+    def find(self, where: str, config: TransformerConfig) -> tuple[dict[str, StoredPart | StackedPart], list[str]]:
         """Where each parameter of `config` is in the files, and notes on what is ignored and converted.
 
         Raises CheckpointError for what is missing, extra or of the wrong shape. A tied head that is stored beside its
         embedding was compared before (see `huggingface.py`) and is left out.
         """
         shapes = parameter_shapes(config)
-        parts = {name: self._part(name, config) for name in shapes}
+        parts = {name: self._place(name, config) for name in shapes}
         stored = self.files.tensors
         if config.head == "tied" and self.embedding_name not in stored and self.head_name in stored:
             parts["embedding.weight"] = StoredPart(self.head_name)
@@ -242,19 +248,35 @@ class StoredDecoder:
         notes = check_dtypes(Path(where), present)
         return parts, [*notes, f"ignored tensors: {', '.join(harmless)}"] if harmless else notes
 
+    def _place(self, name: str, config: TransformerConfig) -> StoredPart | StackedPart:
+        """Where the parameter `name` is; experts have names of their own."""
+        if f".{EXPERTS}" not in name:
+            return self._part(name, config)
+        layer = int(name.split(".")[1])
+        experts = config.blocks[layer].feed_forward
+        assert isinstance(experts, ExpertsConfig)
+        return self._experts(layer).part(name, self.prefix + self.tensors.blocks, experts)
+
+    def _experts(self, layer: int) -> ExpertTensors:
+        namings, blocks = self.tensors.experts, self.prefix + self.tensors.blocks
+        return next((naming for naming in namings if naming.is_in(self.files.tensors, blocks, layer)), namings[0])
+
     def _part(self, name: str, config: TransformerConfig) -> StoredPart:
         tensors = self.tensors
         outer, blocks = tensors.outer(self.prefix, self.head), self.prefix + tensors.blocks
-        stored = stored_name(name, outer=outer, blocks=blocks, modules=tensors.modules)
+        modules = tensors.modules
+        if tensors.experts and name.startswith("blocks."):
+            modules = {**modules, **self._experts(int(name.split(".")[1])).modules}
+        stored = stored_name(name, outer=outer, blocks=blocks, modules=modules)
         if name in outer:
             return StoredPart(stored)
         _, layer, module = name.rpartition(".")[0].split(".", 2)
         block = config.blocks[int(layer)]
         is_matrix = name.endswith("weight") and not module.endswith("norm")
         rows = None
-        if list(tensors.modules.values()).count(tensors.modules[module]) > 1:
+        if list(modules.values()).count(modules[module]) > 1:
             is_attention = module.startswith("attention")
-            order = _qkv_rows(block.attention, tensors.qkv) if is_attention else _halves(block.feed_forward.width)
+            order = _qkv_rows(block.attention, tensors.qkv) if is_attention else _halves(block.dense)
             rows = order[module.rpartition(".")[2]]
         return StoredPart(stored, rows, is_transposed=tensors.is_transposed and is_matrix)
 
@@ -271,5 +293,7 @@ def _qkv_rows(attention: AttentionConfig, layout: Layout) -> dict[str, Tensor]:
     return {name: part.reshape(-1) for name, part in zip(("query", "key", "value"), parts, strict=True)}
 
 
-def _halves(width: int) -> dict[str, Tensor]:
+def _halves(feed_forward: FeedForwardConfig | None) -> dict[str, Tensor]:
+    assert feed_forward is not None
+    width = feed_forward.width
     return {"gate": torch.arange(width), "up": torch.arange(width, 2 * width)}

@@ -31,6 +31,11 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(hidden_size, config.width, bias=config.bias)
         self.down = nn.Linear(config.width, hidden_size, bias=config.bias)
 
+    @property
+    def last(self) -> nn.Module:
+        """What gives the output."""
+        return self.down
+
     def forward(self, x: Tensor) -> Tensor:
         """X [B, S, W] to [B, S, W]."""
         up = self.up(x)

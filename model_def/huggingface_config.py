@@ -19,6 +19,7 @@ from graphport.model_def.config import (
 )
 from graphport.model_def.decoder_family import DecoderFamily, is_on
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
+from graphport.model_def.huggingface_experts import read_experts
 from graphport.model_def.huggingface_values import (
     NEUTRAL_VALUES,
     Values,
@@ -73,9 +74,10 @@ def read_config(
     num_layers = read_integer(values, family.keys["layers"])
     positions = read_integer(values, family.keys["positions"])
     norm = _norm(values, family, notes)
+    activation = _activation(values, family, notes)
     feed_forward = FeedForwardConfig(
         width=_width(values, family),
-        activation=_activation(values, family, notes),
+        activation=activation,
         gated=family.gated,
         bias=is_on(family.feed_forward_bias, values),
     )
@@ -83,13 +85,17 @@ def read_config(
     blocks = tuple(
         BlockConfig(
             attention=attention,
-            feed_forward=feed_forward,
+            feed_forward=experts or feed_forward,
             norm=norm,
             norm_order=family.norm_order,
             feed_forward_norm=family.feed_forward_norm,
             residual_scale=residual_scale or 1.0,
         )
-        for attention in _attentions(values, family, num_layers, positions, norm, notes)
+        for attention, experts in zip(
+            _attentions(values, family, num_layers, positions, norm, notes),
+            read_experts(values, family.experts, num_layers, activation, notes),
+            strict=True,
+        )
     )
     offset = family.position_offset
     embedding_scale = family.embedding_scale.read(values, notes) if family.embedding_scale else None

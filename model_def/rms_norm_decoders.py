@@ -9,6 +9,7 @@ import dataclasses
 from graphport.model_def import decoder_tensors
 from graphport.model_def.config import NormConfig
 from graphport.model_def.decoder_family import DecoderFamily, Flag, Number, keys_of
+from graphport.model_def.huggingface_experts import ExpertRule, Switch
 from graphport.model_def.huggingface_values import Values
 from graphport.model_def.huggingface_windows import WindowRule
 from graphport.model_def.rotary_parameters import RotaryRule
@@ -16,6 +17,7 @@ from graphport.model_def.rotary_parameters import RotaryRule
 _GEMMA_NORM = NormConfig(unit_offset=True)
 _GLM_EPSILON = 1.5625e-07
 _GLM_ROTARY = RotaryRule(partial_factor=0.5, reads_partial=True, interleaved=True)
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the hub's, and transformers 5's
 _BIAS, _MLP_BIAS = Flag("attention_bias"), Flag("mlp_bias")
 
 
@@ -42,6 +44,45 @@ RMS_DECODERS: tuple[DecoderFamily, ...] = (
         output_bias=_BIAS,
         qk_norm_over="head",
         window=WindowRule(default=4096, needs_flag=True, first_key="max_window_layers"),
+    ),
+    DecoderFamily(
+        model_type="mixtral",
+        tensors=decoder_tensors.MIXTRAL_EXPERTS,
+        epsilon=1e-5,
+        rotary=RotaryRule(theta=1_000_000.0),
+        window=WindowRule(),
+        experts=ExpertRule(count_keys=("num_local_experts",)),
+    ),
+    DecoderFamily(
+        model_type="qwen2_moe",
+        tensors=decoder_tensors.QWEN_EXPERTS,
+        qkv_bias=Flag("qkv_bias", default=True),
+        window=WindowRule(default=4096, needs_flag=True),
+        ignored=("max_window_layers",),
+        experts=ExpertRule(
+            count_keys=_EXPERT_COUNTS,
+            width_key="moe_intermediate_size",
+            normalized=Switch("norm_topk_prob", default=False),
+            shared_width_key="shared_expert_intermediate_size",
+            step_key="decoder_sparse_step",
+            dense_layers_key="mlp_only_layers",
+        ),
+    ),
+    DecoderFamily(
+        model_type="qwen3_moe",
+        tensors=decoder_tensors.QWEN_EXPERTS,
+        qkv_bias=_BIAS,
+        output_bias=_BIAS,
+        qk_norm_over="head",
+        window=WindowRule(default=4096, needs_flag=True),
+        ignored=("max_window_layers",),
+        experts=ExpertRule(
+            count_keys=_EXPERT_COUNTS,
+            width_key="moe_intermediate_size",
+            normalized=Switch("norm_topk_prob", default=False),
+            step_key="decoder_sparse_step",
+            dense_layers_key="mlp_only_layers",
+        ),
     ),
     DecoderFamily(
         model_type="smollm3",

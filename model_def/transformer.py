@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from graphport.model_def.attention import Attention, CacheStep, RotaryTables
 from graphport.model_def.classifier import Classifier
-from graphport.model_def.config import BlockConfig, TransformerConfig
+from graphport.model_def.config import BlockConfig, FeedForwardConfig, TransformerConfig
+from graphport.model_def.experts import Experts
 from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
@@ -37,7 +38,11 @@ class Block(nn.Module):
         self.attention = Attention(config.attention, hidden_size)
         self.attention_output_norm = norm(is_there=norms_outputs)
         self.feed_forward_norm = norm(is_there=norms_inputs and config.feed_forward_norm)
-        self.feed_forward = FeedForward(config.feed_forward, hidden_size)
+        self.feed_forward: FeedForward | Experts
+        if isinstance(config.feed_forward, FeedForwardConfig):
+            self.feed_forward = FeedForward(config.feed_forward, hidden_size)
+        else:
+            self.feed_forward = Experts(config.feed_forward, hidden_size)
         self.feed_forward_output_norm = norm(is_there=norms_outputs)
 
     def forward(

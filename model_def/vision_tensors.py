@@ -147,7 +147,8 @@ class _Names:
         _, layer, rest = ours.split(".", 2)
         module, _, kind = rest.rpartition(".")
         place = f"{self._prefix}encoder.{'layers' if self._is_clip else 'layer'}.{layer}."
-        gated = self._config.blocks[int(layer)].feed_forward.gated
+        dense = self._config.blocks[int(layer)].dense
+        gated = dense is not None and dense.gated
         if gated and module in ("feed_forward.gate", "feed_forward.up"):
             half = 0 if module == "feed_forward.gate" else 1
             return Source(

@@ -13,6 +13,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from graphport.model_def.config import AttentionConfig, BlockConfig, TransformerConfig
+from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.signature import DType
 from graphport.runtime.device import Device
 from graphport.runtime.memory import ELEMENT_BYTES, MIB
@@ -193,10 +194,19 @@ def _activation_bytes(sizes: ModelSizes) -> int:
 
 def _layer_elements(hidden: int, block: BlockConfig) -> int:
     """Elements a token of everything that one layer computes, as if nothing were freed before its end."""
-    attention, feed_forward = block.attention, block.feed_forward
+    attention = block.attention
     qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     mixed = attention.num_heads * attention.head_dim
-    return 6 * hidden + 2 * qkv + mixed + (4 if feed_forward.gated else 2) * feed_forward.width
+    dense = 0 if block.dense is None else (4 if block.dense.gated else 2) * block.dense.width
+    return 6 * hidden + 2 * qkv + mixed + dense + _expert_elements(hidden, block)
+
+
+def _expert_elements(hidden: int, block: BlockConfig) -> int:
+    """Scores, and what each of a token's experts reads, computes and gives."""
+    experts = block.feed_forward
+    if not isinstance(experts, ExpertsConfig):
+        return 0
+    return 2 * experts.num_experts + experts.num_chosen * (2 * hidden + 3 * experts.width)
 
 
 def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunLimits) -> int:
@@ -220,5 +230,5 @@ def _dequantised_bytes(sizes: ModelSizes) -> int:
     if sizes.device == "cpu" or not sizes.blocks:
         return 0
     config = sizes.config
-    widest = max(config.vocab_size, *(2 * block.feed_forward.width for block in config.blocks))
+    widest = max(config.vocab_size, *(2 * block.dense.width for block in config.blocks if block.dense))
     return min(_DEQUANTISED_AT_ONCE, widest * config.hidden_size * ELEMENT_BYTES[sizes.float_type])

@@ -15,6 +15,7 @@ from tiny_decoders import DECODERS, POSITIONS, make_decoder
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import BlockConfig
+from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.huggingface import read_folder_config
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
@@ -53,6 +54,8 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
         if name == "falcon new" or name.startswith("gpt_neox"):
             order = "pre" if block.norm_order == "parallel" else "parallel"
             return dataclasses.replace(block, norm_order=order)
+        if name == "qwen2_moe" and isinstance(block.feed_forward, ExpertsConfig):
+            return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, normalized=True))
         if name == "granite":
             return dataclasses.replace(block, residual_scale=1.0)
         if name == "cohere":
@@ -78,7 +81,7 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
     "name",
     [
         *("falcon new", "gpt_neox", "gpt_neox serial", "granite", "cohere", "gemma2", "gemma3_text", "smollm3"),
-        "gpt2 scaled by layer",
+        *("gpt2 scaled by layer", "qwen2_moe"),
     ],
 )
 def test_b25_b44_a_family_read_without_what_is_its_own_is_rejected(name: str, folder: Folders) -> None:
@@ -128,6 +131,25 @@ def test_gpt2_is_read_as_the_hub_stores_it_without_prefix_and_with_its_masks(fol
     checkpoint = load_checkpoint(hub)
     assert relative_difference(checkpoint, make_decoder("gpt2"), token_ids(12)) < TOLERANCE
     assert "ignored tensors: h.0.attn.bias, h.1.attn.masked_bias" in checkpoint.notes
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
+def test_experts_are_read_as_transformers_has_them_in_memory(name: str, folder: Folders, tmp_path: Path) -> None:
+    make_decoder(name).save_pretrained(tmp_path, save_original_format=False)
+    fused, each = load_checkpoint(tmp_path), load_checkpoint(folder(name))
+    assert fused.config == each.config
+    assert all(torch.equal(fused.weights[key], weight) for key, weight in each.weights.items())
+    held = {key.rpartition(".experts.")[2] for key in load_file(tmp_path / "model.safetensors") if ".experts." in key}
+    assert held == {"gate_up_proj", "down_proj"}
+
+
+def test_experts_whose_gate_is_taken_for_up_are_rejected(folder: Folders) -> None:
+    checkpoint = load_checkpoint(folder("mixtral"))
+    weights = dict(checkpoint.weights)
+    gate, up = (f"blocks.0.feed_forward.experts.{part}.weight" for part in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+    broken = dataclasses.replace(checkpoint, weights=weights)
+    assert relative_difference(broken, make_decoder("mixtral"), token_ids(12)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
@@ -195,6 +217,15 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("gemma2", {"query_pre_attn_scalar": "x"}, "query_pre_attn_scalar must be a positive number, got 'x'"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier must be a positive number, got 0"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu' of a mixture of experts is not read; known is silu"),
+        ("mixtral", {"num_local_experts": None}, "number of experts must be in num_local_experts; found none"),
+        ("mixtral", {"num_experts_per_tok": 6}, "a token runs 6 experts, of which there are 5"),
+        ("mixtral", {"norm_topk_prob": True}, "model_type mixtral .* norm_topk_prob = True"),
+        ("qwen2_moe", {"mlp_only_layers": [2]}, r"mlp_only_layers must list layers below 2; got \[2\]"),
+        ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ("qwen3_moe", {"num_experts": 4}, "found num_experts 4, num_local_experts 5"),
+        ("qwen3_moe", {"moe_intermediate_size": 24}, r"experts.0.down_proj.weight is \[42, 20\], .* \[42, 24\]"),
+        ("qwen3_moe", {"shared_expert_intermediate_size": 28}, "shared_expert_intermediate_size = 28"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must list 2 of 0 and 1; got \[1\]"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive"),
         (

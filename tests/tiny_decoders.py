@@ -59,6 +59,8 @@ _OPT: Mapping[str, Any] = {
     "ffn_dim": 44,
     "word_embed_proj_dim": 96,
 }
+_EXPERTS: Mapping[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_QWEN_MOE: Mapping[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 28}
 _LONGROPE: Mapping[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -77,14 +79,16 @@ def _theta(theta: float, **others: Any) -> dict[str, Any]:
 class Decoder:
     """A model type with the keys of its config, and what the config calls for on the CPU.
 
-    `residual_norm` is the number of sums that a norm reads, counted by hand. `window` and `switch`: the length beyond
+    `residual_norm` is the number of sums that a norm reads, `gated` and `experts` that of gated feed-forwards that
+    every token runs and of mixtures of experts, all counted by hand. `window` and `switch`: the length beyond
     which the model would be read wrongly if the window or the scaling were ignored.
     """
 
     model_type: str
     values: Mapping[str, Any]
     residual_norm: int = 4  # two layers, each with a sum inside and one at its end
-    gated: bool = True
+    gated: int = 2
+    experts: int = 0
     window: int | None = None
     switch: int | None = None
 
@@ -96,6 +100,34 @@ DECODERS: Mapping[str, Decoder] = {
     ),
     "qwen2": Decoder(model_type="qwen2", values={**_LLAMA, **_theta(100.0), "hidden_size": 96}),
     "qwen3": Decoder(model_type="qwen3", values={**_LLAMA, **_theta(100.0), "attention_bias": True}),
+    "mixtral": Decoder(
+        model_type="mixtral",
+        values={**_LLAMA, **_theta(100.0), "num_local_experts": 5, "sliding_window": WINDOW},
+        gated=0,
+        experts=2,
+        window=WINDOW,
+    ),
+    "qwen2_moe": Decoder(
+        model_type="qwen2_moe", values={**_LLAMA, **_theta(100.0), **_QWEN_MOE, "mlp_only_layers": []}, experts=2
+    ),
+    "qwen2_moe with a dense layer": Decoder(
+        model_type="qwen2_moe",
+        values={**_LLAMA, **_theta(100.0), **_QWEN_MOE, "mlp_only_layers": [0], "norm_topk_prob": True},
+        experts=1,
+    ),
+    "qwen3_moe": Decoder(
+        model_type="qwen3_moe",
+        values={
+            **_LLAMA,
+            **_theta(100.0),
+            **_EXPERTS,
+            "attention_bias": True,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+        gated=1,
+        experts=1,
+    ),
     "smollm3": Decoder(
         model_type="smollm3",
         values={**_LLAMA, **_BIASED, **_theta(100.0), "no_rope_layers": [1, 0], "tie_word_embeddings": False},
@@ -182,7 +214,7 @@ DECODERS: Mapping[str, Decoder] = {
         model_type="phi",
         values={**_LLAMA, **_theta(100.0, partial_rotary_factor=0.5)},
         residual_norm=2,
-        gated=False,
+        gated=0,
     ),
     "cohere": Decoder(
         model_type="cohere",
@@ -210,42 +242,42 @@ DECODERS: Mapping[str, Decoder] = {
     "starcoder2": Decoder(
         model_type="starcoder2",
         values={**_LLAMA, **_theta(100.0), "sliding_window": WINDOW},
-        gated=False,
+        gated=0,
         window=WINDOW,
     ),
     "gpt_neox": Decoder(
         model_type="gpt_neox",
         values={**_OWN_HEADS, **_theta(100.0, partial_rotary_factor=0.25)},
         residual_norm=2,
-        gated=False,
+        gated=0,
     ),
     "gpt_neox serial": Decoder(
         model_type="gpt_neox",
         values={**_OWN_HEADS, **_theta(100.0, partial_rotary_factor=0.5), "use_parallel_residual": False},
-        gated=False,
+        gated=0,
     ),
-    "gpt2": Decoder(model_type="gpt2", values=_GPT2, residual_norm=5, gated=False),
+    "gpt2": Decoder(model_type="gpt2", values=_GPT2, residual_norm=5, gated=0),
     "gpt2 scaled by layer": Decoder(
         model_type="gpt2",
         values={**_GPT2, "n_inner": None, "scale_attn_by_inverse_layer_idx": True},
         residual_norm=5,
-        gated=False,
+        gated=0,
     ),
-    "opt": Decoder(model_type="opt", values=_OPT, residual_norm=5, gated=False),
+    "opt": Decoder(model_type="opt", values=_OPT, residual_norm=5, gated=0),
     "opt post-norm": Decoder(
-        model_type="opt", values={**_OPT, "do_layer_norm_before": False}, residual_norm=4, gated=False
+        model_type="opt", values={**_OPT, "do_layer_norm_before": False}, residual_norm=4, gated=0
     ),
-    "falcon": Decoder(model_type="falcon", values={**_FALCON, **_theta(100.0)}, residual_norm=2, gated=False),
+    "falcon": Decoder(model_type="falcon", values={**_FALCON, **_theta(100.0)}, residual_norm=2, gated=0),
     "falcon serial": Decoder(
         model_type="falcon",
         values={**_FALCON, **_theta(100.0), "parallel_attn": False, "multi_query": False, "bias": True},
-        gated=False,
+        gated=0,
     ),
     "falcon new": Decoder(
         model_type="falcon",
         values={**_FALCON, **_theta(100.0), "new_decoder_architecture": True, "num_kv_heads": 2},
         residual_norm=2,
-        gated=False,
+        gated=0,
     ),
     "falcon new, one norm": Decoder(
         model_type="falcon",
@@ -258,7 +290,7 @@ DECODERS: Mapping[str, Decoder] = {
             "bias": True,
         },
         residual_norm=2,
-        gated=False,
+        gated=0,
     ),
 }
 
@@ -268,7 +300,7 @@ def make_decoder(name: str, seed: int = 0) -> Any:
     """The transformers model of DECODERS[name]; shared, so leave it as it is."""
     decoder = DECODERS[name]
     config = AutoConfig.for_model(decoder.model_type, **decoder.values)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
