@@ -8,7 +8,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest  # `Request` is what the engine runs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -35,7 +36,7 @@ def error_answer(error: ApiError) -> JsonAnswer:
     return JsonAnswer(error.body(), status=error.status, headers=error.headers())
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
+async def read_body(request: HttpRequest, settings: ServerSettings) -> bytes:
     """The body. Raises ApiError: 415 without the content type of JSON, 413 beyond the limit, 408 when it is late."""
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json":  # a form of another web site could send text/plain without being asked
