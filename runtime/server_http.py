@@ -37,10 +37,13 @@ def error_answer(error: ApiError) -> JsonAnswer:
 
 
 async def read_body(request: HttpRequest, settings: ServerSettings) -> bytes:
-    """The body. Raises ApiError: 415 without the content type of JSON, 413 beyond the limit, 408 when it is late."""
+    """The body. Raises ApiError: 415 if compressed or not said to be JSON, 413 beyond the limit, 408 when late."""
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json":  # a form of another web site could send text/plain without being asked
         raise ApiError(415, "the header content-type must be application/json", code="bad_content_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"bodies are read as they are, not as {encoding!r}", code="bad_content_encoding")
     body = bytearray()
     size = 0
     try:
