@@ -54,8 +54,8 @@ class AskedServer:
         while time.monotonic() < last:
             if self._process.poll() is not None:
                 raise PeerError(f"{self.name} ended with status {self._process.returncode} before it answered")
-            with contextlib.suppress(OSError):
-                connection = HTTPConnection("127.0.0.1", self._port, timeout=5)
+            connection = HTTPConnection("127.0.0.1", self._port, timeout=5)
+            with contextlib.suppress(OSError), contextlib.closing(connection):
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return
@@ -123,6 +123,8 @@ def measure(
         for num in callers:
             for server in servers:
                 first, whole = (server.seconds(prompts(num), new) for new in (1, new_tokens))
+                if whole <= first:
+                    raise PeerError(f"{server.name} took no longer for {new_tokens} tokens than for one; ask for more")
                 if number:
                     found[server.name, num].append(num * (new_tokens - 1) / (whole - first))
         print(f"round {number} of {rounds}", file=sys.stderr)
