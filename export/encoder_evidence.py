@@ -18,6 +18,7 @@ from graphport.export.encoder_parity import STATE_TOLERANCES, check_states, comp
 from graphport.export.encoder_runner import States
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.pipeline import compile_graph
+from graphport.export.round_matrices import LOW_BITS
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
@@ -149,11 +150,10 @@ class EncoderEvidence:
         together = feed.batches(graph, optimize=True, pad_id=self._config.vocab_size - 1)
         alone = feed.each_alone(graph, optimize=True)
         stage, figure = ("compiled", "relative") if _is_float32(plan) else (plan.precision.name, "cosine")
+        beside = "cosine" if plan.precision.weight_bits == LOW_BITS else "relative"
         whole = (
             check_states(stage, figure, f"{feed.words}, as shipped", compare_states(self._states, together)),
-            check_states(
-                "neighbours", "relative", f"{feed.words} against {feed.alone}", compare_states(alone, together)
-            ),
+            check_states("neighbours", beside, f"{feed.words} against {feed.alone}", compare_states(alone, together)),
         )
         found = feed.play(
             graph,

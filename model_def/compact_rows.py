@@ -213,7 +213,7 @@ def compare_rows(reference: CompactRows, measured: MeasuredRows, *, scale: float
         kl=_finite_or_infinite(kl),
         relative=_finite_or_infinite(relative),
         cosine=_finite_or_infinite(cosine),
-        agrees=agrees & np.isfinite(measured.log_totals),
+        agrees=agrees & np.isfinite(measured.projections).all(axis=1),
     )
 
 

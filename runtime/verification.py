@@ -58,7 +58,7 @@ def verify(
     bundle: str | Path,
     *,
     certificate: Certificate | None = None,
-    reference_checks: tuple[Check, ...] = (),
+    references: tuple[Check, ...] = (),
     device: DeviceWish = "auto",
     threads: int | None = None,
     keep_rows: bool = False,
@@ -79,20 +79,20 @@ def verify(
         return Verification(checks=(files,), notes=(), certificate=None)
     held_to = read_certificate(folder, manifest) if certificate is None else certificate
     opened = open_bundle(folder)
-    checks = [files, *reference_checks, *_text_checks(opened, held_to.texts)]
+    checks = [files, *references, *_text_checks(opened, held_to.texts)]
     progress("opening the graph")
     model = open_certified(opened, held_to.inputs, device=device, threads=threads, prepared=not keep_rows)
     here = surroundings(model.device)
     differences = () if certificate is not None and keep_rows else here.differences(held_to.candidate)
     if model.is_prepared:
         differences = (*differences, "graph: as exported in the certificate, packed for this processor here")
-    references = References(
+    rows = References(
         original=held_to.original,
         shipped={} if keep_rows else held_to.shipped,
         limits=[limit for limit in held_to.limits if limit.where == "anywhere" or not differences],
         keep_rows=keep_rows,
     )
-    evidence = model.play(references, observe=progress)
+    evidence = model.play(rows, observe=progress)
     checks += evidence.checks
     notes = (*differences, *(f"not covered: {words}" for words in held_to.uncovered))
     made = _measured(held_to, here, tuple(checks), evidence, keep_rows=keep_rows)

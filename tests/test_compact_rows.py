@@ -110,7 +110,7 @@ def test_rows_are_found_by_position_and_joined_in_order() -> None:
 
 
 def test_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"logits are \(69, 997\), needed \(70, 997\)"):
+    with pytest.raises(ValueError, match=r"rows are \(69, 997\) with seed 0, needed \(70, 997\)"):
         compared(compact(logits()), logits()[:69])
 
 
@@ -133,4 +133,4 @@ def test_damaged_rows_are_refused(change: dict[str, object]) -> None:
 
 def test_signs_are_the_same_in_every_version() -> None:
     ones = np.ones((1, 64), np.float32)
-    assert compact_rows(ones, [0], seed=7).projections[0, :8].tolist() == [-4, 8, -4, -4, 2, 0, 12, 10]
+    assert compact(ones, seed=7).projections[0, :8].tolist() == [-4, 8, -4, -4, 2, 0, 12, 10]

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphport.model_def.decoder_runs import NUM_IDS
 from tiny_graphs import CONFIGS, MAX_LENGTH, exported, make_plan, save_and_open, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -28,6 +27,7 @@ from graphport.export.parity import (
 from graphport.export.pipeline import compile_graph
 from graphport.export.source import SourceModel
 from graphport.model_def.certificate import Check
+from graphport.model_def.decoder_runs import NUM_IDS
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE, GenerationDefaults
 

@@ -44,7 +44,7 @@ def verify(
     with cli_tables.progress_lines() as progress:
         fresh, again = (None, ()) if against is None else _fresh_certificate(bundle, against, progress, replace=write)
         result = run(
-            bundle, certificate=fresh, reference_checks=again, device=device, keep_rows=write, progress=progress
+            bundle, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress
         )
         checks = result.checks
         if invariance and result.certificate is not None:
