@@ -47,8 +47,8 @@ class TuneError(ValueError):
 def tune(
     bundle: str | os.PathLike[str],
     *,
-    prompt_tokens: int = PROMPT_TOKENS,
-    new_tokens: int = NEW_TOKENS,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
     max_seconds: float = MAX_SECONDS,
     variants: Sequence[Variant] = (),
     open_choice: OpenChoice | None = None,
@@ -56,7 +56,8 @@ def tune(
 ) -> Tuning:
     """Measure how `bundle` is fastest on this machine, for `write_tuning` to keep.
 
-    Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it; no trial begins after `max_seconds`.
+    Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it, by default 256 and 32, or what a shorter
+    text has room for; no trial begins after `max_seconds`.
     `variants` are fusions by name and what makes a bundle without them: they are timed last and change no choice, for a
     graph is exported, not opened otherwise. `open_choice` opens a choice, by default an `OpenedChoice`. Raises
     TuneError for a bundle that is not a decoder for the CPU and for a request that the certificate's text is too short
@@ -87,7 +88,11 @@ def tune(
             trials += (unmeasured(what, NO_TIME),)
             continue
         progress(f"measuring {what}")
-        other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
+        try:
+            other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
+        except (ValueError, OSError) as error:  # of this variant alone: what was measured so far is kept
+            trials += (unmeasured(what, f"left: it cannot be made or opened ({error})"),)
+            continue
         trials += (_advised(run_trial(what, opens(choice), other, has_time=lambda: time.monotonic() < end), rule),)
     return Tuning(
         onnxruntime=onnxruntime.__version__,
@@ -130,12 +135,15 @@ class Request:
     new: int
 
 
-def _request(length: int, *, prompt_tokens: int, new_tokens: int) -> Request:
-    """The request on a text of `length` tokens; the default prompt is shorter where the text is."""
-    prompt, new = checked_count("prompt_tokens", prompt_tokens), checked_count("new_tokens", new_tokens)
-    if prompt == PROMPT_TOKENS and new == NEW_TOKENS and prompt + new > length:
-        prompt, new = length - length // 8, length // 8
-    if not new or prompt + new > length:
+def _request(length: int, *, prompt_tokens: int | None, new_tokens: int | None) -> Request:
+    """The request on a text of `length` tokens; what is not given is no more than the text has room for."""
+    given = [
+        None if count is None else checked_count(name, count)
+        for name, count in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens))
+    ]
+    new = given[1] or min(NEW_TOKENS, length // 8 if given[0] is None else length - given[0])
+    prompt = given[0] or min(PROMPT_TOKENS, max(length - new, 1))
+    if new < 1 or prompt + new > length:
         raise TuneError(
             f"prompt_tokens ({prompt}) + new_tokens ({new}) exceed the certificate's text of {length} tokens, on which "
             "choices are measured; give smaller numbers"

@@ -43,9 +43,7 @@ def verify(
 
     with cli_tables.progress_lines() as progress:
         fresh, again = (None, ()) if against is None else _fresh_certificate(bundle, against, progress, replace=write)
-        result = run(
-            bundle, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress
-        )
+        result = run(bundle, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress)
         checks = result.checks
         if invariance and result.certificate is not None:
             checks += _check_invariance(bundle, result.certificate, device, progress)
