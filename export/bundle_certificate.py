@@ -13,13 +13,13 @@ from typing import Any
 import onnx_ir as ir
 import onnxruntime
 
-from graphport.export.bundle import record_file
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_kinds import KindEvidence
 from graphport.export.original import draft_certificate
 from graphport.export.source import SourceModel
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Certificate, Check, Surroundings, certified_files, error_series
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.processor import describe_processor
 from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Manifest
 

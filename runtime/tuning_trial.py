@@ -141,7 +141,7 @@ def _request(length: int, *, prompt_tokens: int | None, new_tokens: int | None) 
         None if count is None else checked_count(name, count)
         for name, count in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens))
     ]
-    new = given[1] or min(NEW_TOKENS, length // 8 if given[0] is None else length - given[0])
+    new = given[1] or min(NEW_TOKENS, length // 8 if given[0] is None else max(length - given[0], 1))
     prompt = given[0] or min(PROMPT_TOKENS, max(length - new, 1))
     if new < 1 or prompt + new > length:
         raise TuneError(

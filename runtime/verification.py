@@ -17,12 +17,11 @@ from graphport.model_def.certificate import (
     error_series,
     read_certificate,
 )
-from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.played_runs import Evidence, References
 from graphport.model_def.signature import (
     CERTIFICATE_FILE,
     MANIFEST_FILE,
-    FileRecord,
     Manifest,
     ManifestError,
     read_manifest,
@@ -109,7 +108,7 @@ def write_certificate(folder: Path, verification: Verification) -> None:
     manifest = read_manifest(folder)
     path = folder / CERTIFICATE_FILE
     write_text(path, verification.certificate.to_json())
-    record = FileRecord(size=path.stat().st_size, sha256=hash_file(path))
+    record = record_file(path)
     listed = dataclasses.replace(manifest, files={**manifest.files, CERTIFICATE_FILE: record})
     write_text(folder / MANIFEST_FILE, listed.to_json())
 
