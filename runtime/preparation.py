@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import (
     BARE_GRAPH_FILE,
@@ -23,7 +23,6 @@ from graphport.model_def.signature import (
     PREPARED_FILE,
     PREPARED_FOLDER,
     WEIGHTS_FILE,
-    FileRecord,
 )
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.graph_file import read_graph_header
@@ -85,7 +84,7 @@ def prepare(bundle: str | os.PathLike[str]) -> Prepared:
             onnxruntime=onnxruntime.__version__,
             processor=kind,
             sources=source_hashes(files.manifest),
-            files={path.name: FileRecord(size=path.stat().st_size, sha256=hash_file(path)) for path in part.iterdir()},
+            files={path.name: record_file(path) for path in part.iterdir()},
             num_minima=num_minima,
             probe=probe,
         )
