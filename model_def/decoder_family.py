@@ -72,8 +72,9 @@ class DecoderFamily:
     change nothing, those of `ignored` always. `epsilon`, `activation`, `head_dim` and `width_factor` (times the hidden
     size) are transformers' defaults; `head_dim` None is hidden size / heads. `kv_heads_default`: an absent number is
     that of the query heads. `kv_heads` is a fixed number; without it and a key every query head has its own. `norm`
-    with its epsilon replaced is every norm. `position_offset`: positions are a learned table, whose row
-    `position_offset` is the first. `scale_by_layer`: layer i divides its scores by i + 1 besides.
+    with its epsilon replaced is every norm, q/k norms without its bias unless `qk_norm_bias`. `position_offset`:
+    positions are a learned table, whose row `position_offset` is the first. `scale_by_layer`: layer i divides its
+    scores by i + 1 besides.
     """
 
     model_type: str
@@ -100,6 +101,7 @@ class DecoderFamily:
     feed_forward_bias: bool | Flag = False
     head_bias: bool = False
     qk_norm_over: Literal["head", "each_head", "width"] | None = None
+    qk_norm_bias: bool = True
     rotary: RotaryRule | None = RotaryRule()  # noqa: RUF009 - frozen
     position_offset: int | None = None
     window: WindowRule | None = None

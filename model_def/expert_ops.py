@@ -39,7 +39,7 @@ def mixture_of_experts(
     if normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     mixed = torch.zeros_like(tokens)
-    for expert in chosen.unique().tolist():
+    for expert in sorted(set(chosen.flatten().tolist())):
         token, place = torch.where(chosen == expert)
         gates = linear(tokens[token], gate[expert], None if gate_bias is None else gate_bias[expert])
         ups = linear(tokens[token], up[expert], None if up_bias is None else up_bias[expert])

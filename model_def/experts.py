@@ -46,7 +46,7 @@ class ExpertMixture(nn.Module):
     def forward(self, x: Tensor, router_logits: Tensor) -> Tensor:
         """X [..., W] with scores [..., E] to [..., W]."""
         config = self.config
-        return mixture_of_experts(
+        mixed: Tensor = mixture_of_experts(
             x,
             router_logits,
             self.gate.weight,
@@ -61,6 +61,7 @@ class ExpertMixture(nn.Module):
             config.up_offset,
             config.limit or 0.0,
         )
+        return mixed
 
 
 class Experts(nn.Module):

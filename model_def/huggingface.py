@@ -17,7 +17,6 @@ from graphport.model_def.checkpoint_record import (
     read_json,
 )
 from graphport.model_def.config import HeadKind, TransformerConfig
-from graphport.model_def.decoder_tensors import StoredDecoder
 from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
@@ -32,6 +31,7 @@ from graphport.model_def.huggingface_vision import find_vision_family
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import find_weight_files
 from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe
+from graphport.model_def.stored_decoder import StoredDecoder
 from graphport.model_def.transformer import parameter_shapes
 from graphport.model_def.vision_tensors import load_image_encoder
 

@@ -166,6 +166,9 @@ def _attentions(
     head_dim = _head_dim(values, family, num_heads)
     windows = read_windows(values, family.window, family.model_type, num_layers, notes)
     rotaries = _rotaries(values, family, windows, positions, notes)
+    qk_norm = None if family.qk_norm_over is None else norm
+    if qk_norm is not None and not family.qk_norm_bias:
+        qk_norm = dataclasses.replace(norm, bias=False)
     scale = family.attention_scale.read(values, notes) if family.attention_scale else None
     by_layer = family.scale_by_layer is not None and family.scale_by_layer.read(values)
     scales = [(scale or head_dim**-0.5) / (layer + 1) if by_layer else scale for layer in range(num_layers)]
@@ -175,7 +178,7 @@ def _attentions(
             num_kv_heads=_num_kv_heads(values, family, num_heads),
             head_dim=head_dim,
             window=window,
-            qk_norm=None if family.qk_norm_over is None else norm,
+            qk_norm=qk_norm,
             qk_norm_over=family.qk_norm_over or "head",
             softcap=family.attention_softcap.read(values, notes) if family.attention_softcap else None,
             scale=layer_scale,

@@ -24,7 +24,13 @@ def _cohere(family: DecoderFamily, values: Values) -> DecoderFamily:
     return dataclasses.replace(family, qk_norm_over="each_head") if has_norms else family
 
 
+def _phi(family: DecoderFamily, values: Values) -> DecoderFamily:
+    return dataclasses.replace(family, qk_norm_over="head") if read_flag(values, "qk_layernorm") else family
+
+
 def _stablelm(family: DecoderFamily, values: Values) -> DecoderFamily:
+    if read_flag(values, "qk_layernorm"):
+        family = dataclasses.replace(family, qk_norm_over="each_head")
     if not read_flag(values, "use_parallel_residual"):
         return family
     return dataclasses.replace(family, norm_order="parallel", feed_forward_norm=False)
@@ -88,7 +94,8 @@ LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
         feed_forward_bias=True,
         head_bias=True,
         rotary=RotaryRule(partial_factor=0.5, reads_partial=True),
-        neutral={"qk_layernorm": (None, False)},
+        refine=_phi,
+        refined_by=("qk_layernorm",),
         ignored=("auto_map",),
     ),
     DecoderFamily(
@@ -108,14 +115,15 @@ LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
     ),
     DecoderFamily(
         model_type="stablelm",
+        tensors=decoder_tensors.STABLELM,
+        qk_norm_bias=False,
         keys=keys_of("head_dim", epsilon=_EPSILON),
         epsilon=1e-5,
         norm=_LAYER_NORM,
         refine=_stablelm,
-        refined_by=("use_parallel_residual",),
+        refined_by=("use_parallel_residual", "qk_layernorm"),
         qkv_bias=Flag("use_qkv_bias"),
         rotary=RotaryRule(partial_factor=0.25, reads_partial=True),
-        neutral={"qk_layernorm": (None, False)},
         ignored=("auto_map",),
     ),
     DecoderFamily(

@@ -54,8 +54,8 @@ the report says so, and `--require-fused experts=all` refuses them. On the CPU 8
 whatever `--accuracy-level` says. A token near the border of two experts may choose the other one once anything is
 rounded. Files may have a tensor for each expert or transformers 5's one for all.
 
-Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), the q/k norms
-of `stablelm` and `phi` (`qk_layernorm`), and any key that is not understood. A `model_type`
+Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), and any
+key that is not understood. A `model_type`
 that is not here is refused with the nearest family and the keys that keep the folder from being read as one. longrope
 is decoded up to the original length: keys in the cache would keep the factors of short texts.
 

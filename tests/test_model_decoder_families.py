@@ -206,7 +206,7 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("falcon new", {"num_kv_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
         ("opt", {"word_embed_proj_dim": 48}, r"word_embed_proj_dim \(48\) differs from hidden_size \(96\)"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
-        ("stablelm", {"qk_layernorm": True}, "qk_layernorm = True"),
+        ("stablelm", {"qk_layernorm": True}, r"missing: .*self_attn.k_layernorm.norms.0.weight"),
         ("stablelm", {"num_key_value_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
         ("gpt2", {"head_dim": 16}, "model_type gpt2 .* head_dim = 16"),
         ("gpt2", {"n_head": 5}, r"n_embd \(48\) is no multiple of n_head \(5\)$"),

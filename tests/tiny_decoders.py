@@ -216,6 +216,12 @@ DECODERS: Mapping[str, Decoder] = {
         residual_norm=2,
         gated=0,
     ),
+    "phi with q/k norms": Decoder(
+        model_type="phi",
+        values={**_WITHOUT_HEAD_DIM, **_theta(100.0, partial_rotary_factor=0.5), "qk_layernorm": True},
+        residual_norm=2,
+        gated=0,
+    ),
     "cohere": Decoder(
         model_type="cohere",
         values={**_LLAMA, **_theta(100.0), "attention_bias": True, "logit_scale": 0.3},
@@ -238,6 +244,10 @@ DECODERS: Mapping[str, Decoder] = {
             "use_parallel_residual": True,
         },
         residual_norm=2,
+    ),
+    "stablelm with q/k norms": Decoder(
+        model_type="stablelm",
+        values={**_WITHOUT_HEAD_DIM, **_theta(100.0, partial_rotary_factor=0.25), "qk_layernorm": True},
     ),
     "starcoder2": Decoder(
         model_type="starcoder2",
@@ -307,7 +317,8 @@ def make_decoder(name: str, seed: int = 0) -> Any:
         for path, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1 and path.endswith("weight"):
-                sharpness = 1.5 if "q_norm" in path or "k_norm" in path else 1.0
+                is_head_norm = any(part in path for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
+                sharpness = 1.5 if is_head_norm else 1.0
                 parameter.copy_(sharpness * (1 + 0.3 * noise))
             elif path.endswith("bias"):
                 parameter.copy_(0.5 * noise)
