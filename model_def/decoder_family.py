@@ -74,7 +74,7 @@ class DecoderFamily:
     that of the query heads. `kv_heads` is a fixed number; without it and a key every query head has its own. `norm`
     with its epsilon replaced is every norm, q/k norms without its bias unless `qk_norm_bias`. `position_offset`:
     positions are a learned table, whose row `position_offset` is the first. `scale_by_layer`: layer i divides its
-    scores by i + 1 besides.
+    scores by i + 1 besides. `unscaled`: scores are not divided by the root of the head size.
     """
 
     model_type: str
@@ -106,6 +106,7 @@ class DecoderFamily:
     position_offset: int | None = None
     window: WindowRule | None = None
     attention_scale: Number | None = None
+    unscaled: bool = False
     scale_by_layer: Flag | None = None
     attention_softcap: Number | None = None
     residual_scale: Number | None = None

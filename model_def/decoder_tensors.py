@@ -147,6 +147,23 @@ GPT2 = DecoderTensors(
     blocks="h",
     is_transposed=True,
 )
+GPT_NEO = DecoderTensors(
+    modules={
+        "attention.query": "attn.attention.q_proj",
+        "attention.key": "attn.attention.k_proj",
+        "attention.value": "attn.attention.v_proj",
+        "attention.output": "attn.attention.out_proj",
+        "attention_norm": "ln_1",
+        "feed_forward_norm": "ln_2",
+        "feed_forward.up": "mlp.c_fc",
+        "feed_forward.down": "mlp.c_proj",
+    },
+    prefix="transformer.",
+    embedding="wte",
+    position="wpe",
+    final_norm="ln_f",
+    blocks="h",
+)
 GPT_NEOX = DecoderTensors(
     modules={
         **_fused_qkv("attention.query_key_value"),

@@ -170,6 +170,7 @@ def _attentions(
     if qk_norm is not None and not family.qk_norm_bias:
         qk_norm = dataclasses.replace(norm, bias=False)
     scale = family.attention_scale.read(values, notes) if family.attention_scale else None
+    scale = 1.0 if family.unscaled else scale
     by_layer = family.scale_by_layer is not None and family.scale_by_layer.read(values)
     scales = [(scale or head_dim**-0.5) / (layer + 1) if by_layer else scale for layer in range(num_layers)]
     return [

@@ -19,7 +19,8 @@ class WindowRule:
 
     `default` is taken where the key is absent. `needs_flag`: `use_sliding_window` switches it on. `first_key`: the
     first layer that slides, where no list says. `period` n: every n-th layer sees everything, `period_key` states n.
-    Without flag and period the window is in every layer.
+    Without flag and period the window is in every layer. `names_key` and `pattern_key`: GPT-Neo's lists of which layers
+    are local, one name a layer, or names and how often they repeat; `size_key` is its window then.
     """
 
     default: int | None = None
@@ -27,10 +28,15 @@ class WindowRule:
     first_key: str | None = None
     period: int | None = None
     period_key: str | None = None
+    size_key: str = "sliding_window"
+    names_key: str | None = None
+    pattern_key: str | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The config keys that are read."""
+        if self.names_key is not None and self.pattern_key is not None:
+            return (self.size_key, self.names_key, self.pattern_key)
         own = (self.first_key, self.period_key)
         common = ("sliding_window", "use_sliding_window", "layer_types")
         return (*common, *(key for key in own if key is not None))
@@ -47,6 +53,10 @@ def read_windows(
     """The sliding window of each layer; None sees everything. Raises CheckpointError for values that do not fit."""
     if rule is None:
         return [None] * num_layers
+    if rule.names_key is not None and rule.pattern_key is not None:
+        window = read_integer({rule.size_key: or_default(values, rule.size_key, rule.default, notes)}, rule.size_key)
+        names = _names(values, rule.names_key, rule.pattern_key, num_layers)
+        return [window if name == "local" else None for name in names]
     window = _window(values, rule, model_type, notes)
     listed = values.get("layer_types")
     if listed is not None:
@@ -67,6 +77,33 @@ def read_windows(
             "config.json: use_sliding_window is true, but layer_types does not say which layers slide"
         )
     return [window if layer >= first else None for layer in range(num_layers)]
+
+
+def _names(values: Values, names_key: str, pattern_key: str, num_layers: int) -> list[str]:
+    """Global or local, a layer; both spellings must say the same."""
+    spellings = []
+    if values.get(names_key) is not None:
+        spellings.append(values[names_key])
+    if values.get(pattern_key) is not None:
+        try:
+            spellings.append([name for names, times in values[pattern_key] for _ in range(times) for name in names])
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"config.json: {pattern_key} must list names and how often they repeat; got {values[pattern_key]!r:.200}"
+            ) from error
+    for names in spellings:
+        fits = isinstance(names, list) and len(names) == num_layers and set(names) <= {"global", "local"}
+        if not fits or names != spellings[0]:
+            raise CheckpointError(
+                f"config.json: {names_key} and {pattern_key} must name {num_layers} layers global or local, and alike; "
+                f"got {names!r:.200}"
+            )
+    if not spellings:
+        raise CheckpointError(
+            f"config.json: {names_key} or {pattern_key} must say which layers are local; neither does"
+        )
+    first: list[str] = spellings[0]
+    return first
 
 
 def _window(values: Values, rule: WindowRule, model_type: str, notes: list[str]) -> int | None:

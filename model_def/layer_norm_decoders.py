@@ -165,6 +165,31 @@ LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
         ),
     ),
     DecoderFamily(
+        model_type="gpt_neo",
+        tensors=decoder_tensors.GPT_NEO,
+        keys=keys_of(
+            *("kv_heads", "head_dim"),
+            layers="num_layers",
+            heads="num_heads",
+            activation="activation_function",
+            epsilon="layer_norm_epsilon",
+        ),
+        epsilon=1e-5,
+        activation="gelu_new",
+        width_factor=4,
+        norm=_LAYER_NORM,
+        gated=False,
+        output_bias=True,
+        feed_forward_bias=True,
+        rotary=None,
+        position_offset=0,
+        unscaled=True,
+        window=WindowRule(
+            default=256, size_key="window_size", names_key="attention_layers", pattern_key="attention_types"
+        ),
+        ignored=("resid_dropout", "embed_dropout", "gradient_checkpointing", "summary_type", "summary_use_proj"),
+    ),
+    DecoderFamily(
         model_type="gpt2",
         tensors=decoder_tensors.GPT2,
         keys=keys_of(

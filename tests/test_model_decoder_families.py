@@ -62,6 +62,8 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
             assert attention.rotary is not None
             rotary = dataclasses.replace(attention.rotary, interleaved=False)
             return dataclasses.replace(block, attention=dataclasses.replace(attention, rotary=rotary))
+        if name == "gpt_neo":
+            return dataclasses.replace(block, attention=dataclasses.replace(attention, scale=None))
         if name == "gemma3_text" and attention.window is not None:
             return dataclasses.replace(block, attention=dataclasses.replace(attention, window=attention.window + 1))
         if name == "gemma2":
@@ -81,7 +83,7 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
     "name",
     [
         *("falcon new", "gpt_neox", "gpt_neox serial", "granite", "cohere", "gemma2", "gemma3_text", "smollm3"),
-        *("gpt2 scaled by layer", "qwen2_moe"),
+        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo"),
     ],
 )
 def test_b25_b44_a_family_read_without_what_is_its_own_is_rejected(name: str, folder: Folders) -> None:
@@ -208,6 +210,19 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
         ("stablelm", {"qk_layernorm": True}, r"missing: .*self_attn.k_layernorm.norms.0.weight"),
         ("stablelm", {"num_key_value_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
+        ("gpt_neo", {"attention_layers": ["local", "global"]}, "must name 2 layers global or local, and alike"),
+        (
+            "gpt_neo",
+            {"attention_types": [["global", 2]], "attention_layers": None},
+            "must name 2 layers global or local",
+        ),
+        ("gpt_neo", {"attention_types": 3}, "attention_types must list names and how often they repeat; got 3"),
+        (
+            "gpt_neo",
+            {"attention_types": None, "attention_layers": None},
+            "attention_layers or attention_types must say which layers are local",
+        ),
+        ("gpt_neo", {"window_size": 0}, "window_size must be a positive integer, got 0"),
         ("gpt2", {"head_dim": 16}, "model_type gpt2 .* head_dim = 16"),
         ("gpt2", {"n_head": 5}, r"n_embd \(48\) is no multiple of n_head \(5\)$"),
         ("gpt2", {"activation_function": "relu2"}, "activation_function 'relu2' is not supported; known are silu"),
