@@ -63,7 +63,7 @@ def bundle_certificate(
 
     prefill, *others = planned_runs(plan.config, length)
     found = play_runs(
-        CachedGraph(folder / GRAPH_FILE, plan.config, capacity=length),
+        CachedGraph(folder / GRAPH_FILE, plan.config, capacity=length, window_layers=manifest.window_layers),
         [_watched(prefill, compare_whole), *others],
         draft.ids,
         original=draft.original,

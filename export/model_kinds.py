@@ -16,6 +16,7 @@ from graphport.export.certify import DecoderEvidence
 from graphport.export.certify_encoder import EncoderEvidence
 from graphport.export.certify_images import ImageEvidence
 from graphport.export.graph_pass import CompilePlan
+from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
@@ -80,7 +81,9 @@ class ModelKind:
 
 
 def _shipped_decoder(plan: CompilePlan) -> Signature:
-    return decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device)
+    return decoder_signature(
+        plan.config, plan.cache_dtype, samples=plan.target.samples_on_device, window_layers=window_layers(plan)
+    )
 
 
 DECODER = ModelKind(

@@ -22,6 +22,7 @@ from graphport.model_def.compact_logits import (
     join_rows,
 )
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.window_rows import moving_layers, rows_of
 
 NUM_IDS = 512  # of the text, where no switch lies beyond
 LONGEST = 2048  # a switch beyond is not reached
@@ -89,8 +90,19 @@ def switches(config: TransformerConfig) -> dict[int, str]:
 
 
 def text_length(config: TransformerConfig, max_length: int) -> int:
-    """Tokens of text to certify on: 512, or beyond the last switch that lies below 2048, if there is room."""
-    return min(max_length, num_reaching(config, NUM_IDS))
+    """Tokens of text to certify on: 512, or beyond the last switch that lies below 2048, if there is room.
+
+    As far too as the first step that drops rows of layers with a window.
+    """
+    drop = first_drop(config, max_length)
+    beyond = 0 if drop is None or drop + _BEYOND > LONGEST else drop + _BEYOND
+    return min(max_length, max(num_reaching(config, NUM_IDS), beyond))
+
+
+def first_drop(config: TransformerConfig, max_length: int) -> int | None:
+    """Tokens before the first step that drops rows of layers with a window (`window_rows.py`), None without one."""
+    rows = rows_of(config, moving_layers(config, max_length))
+    return None if rows is None else rows.first_drop
 
 
 def num_reaching(config: TransformerConfig, least: int) -> int:
@@ -114,6 +126,9 @@ def planned_runs(config: TransformerConfig, length: int) -> tuple[Run, ...]:
     if length >= 24:
         runs += [_ragged(length), _rewind(length, config.vocab_size)]
     runs += [_switch(at, what) for at, what in switches(config).items() if 3 <= at <= length - 3]
+    drop = first_drop(config, length)
+    if drop is not None and drop <= length - 3:
+        runs.append(_drop(drop))
     return tuple(runs)
 
 
@@ -295,6 +310,21 @@ def _switch(at: int, what: str) -> Run:
 
     words = f"lengths {at - 1} to {at + 2} in one piece, and one token at a time across {at}"
     return Run(name=what, inputs=words, play=play)
+
+
+def _drop(at: int) -> Run:
+    back, chunk = at - 4, 7
+
+    def play(model: CachedModel, ids: Ids, emit: Emit) -> None:
+        model.open_cache(1)
+        emit([at - 3], model.step(ids[None, : at - 2]))
+        _steps(model, ids, at - 2, at + 3, emit)
+        model.rewind(0, back)
+        rows = np.arange(chunk)
+        emit((back + rows).tolist(), model.step(ids[None, back : back + chunk], rows))
+
+    words = f"one token at a time across {at}, where rows that no window reaches may go, and again from {back}"
+    return Run(name="rows beyond the window", inputs=words, play=play)
 
 
 def _steps(model: CachedModel, ids: Ids, begin: int, end: int, emit: Emit) -> None:

@@ -7,7 +7,6 @@ holds the minima of a GGUF file's blocks inside its kernels instead of in nodes 
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from graphport.model_def.signature import (
     WEIGHTS_FILE,
     FileRecord,
     Manifest,
+    unmoved_windows,
 )
 from graphport.runtime.bundle_files import BundleFiles, check_graph
 
@@ -126,16 +126,18 @@ def probe_problem(session: Any, probe: Probe) -> str | None:  # noqa: ANN401 - O
 def probe_logits(session: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:  # noqa: ANN401 - ORT is untyped
     """Logits [S, vocab] of `ids` [S] in one piece, from an empty cache."""
     length = len(ids)
-    feed: Mapping[str, NDArray[Any]] = {
+    inputs = {node.name: node for node in session.get_inputs()}
+    feed: dict[str, NDArray[Any]] = {
         INPUT_IDS: ids[np.newaxis],
         SEQLENS_K: np.array([length - 1], np.int32),
         TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32),
         LOGITS_ROWS: np.arange(length),
     }
+    feed |= unmoved_windows(inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
     caches = {
-        node.name: np.zeros((1, node.shape[1], length, node.shape[3]), _ELEMENTS[node.type])
-        for node in session.get_inputs()
-        if node.name not in feed
+        name: np.zeros((1, node.shape[1], length, node.shape[3]), _ELEMENTS[node.type])
+        for name, node in inputs.items()
+        if name not in feed
     }
     logits: NDArray[np.float32] = session.run([LOGITS], {**feed, **caches})[0]
     return logits
