@@ -113,6 +113,9 @@ def num_reaching(config: TransformerConfig, least: int) -> int:
 def uncovered(config: TransformerConfig, max_length: int, length: int) -> tuple[str, ...]:
     """What runs over `length` tokens do not reach, in words."""
     beyond = [f"{what}: it lies beyond the text" for at, what in switches(config).items() if length < at < max_length]
+    drop = first_drop(config, max_length)
+    if drop is not None and drop > length - 3:
+        beyond.append(f"a cache without the rows beyond the window: its first step lies {drop} tokens into a text")
     lengths = [f"lengths from {length + 1} to {max_length}"] if length < max_length else []
     return (*lengths, *beyond)
 

@@ -101,7 +101,7 @@ class SequenceState:
             rows=tuple(
                 rows[:, : max(0, num_tokens - first)] for rows, first in zip(self.rows, self.firsts, strict=True)
             ),
-            firsts=self.firsts,
+            firsts=tuple(min(first, num_tokens) for first in self.firsts),
             num_prompt_tokens=min(self.num_prompt_tokens, num_tokens),
             model=self.model,
         )
@@ -192,11 +192,12 @@ def _check_arrays(
     is_sound = ids.ndim == 1 and ids.dtype == np.int64 and 0 <= state.num_prompt_tokens <= count
     is_sound = is_sound and (count == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size))
     is_sound = is_sound and len(state.firsts) == len(specs)
+    ends = (count, state.num_prompt_tokens)  # see `row_reuse.note_prompt`
     for spec, rows, first in zip(specs, state.rows, state.firsts, strict=False):
         heads, width = (size for size in spec.shape if isinstance(size, int))
         is_sound = is_sound and rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (heads, width)
         is_sound = is_sound and rows.dtype == np.dtype(NUMPY_DTYPES[spec.dtype])
         end = first + rows.shape[1] if rows.ndim == 3 else -1
-        is_sound = is_sound and (first >= 0 and end <= count if is_moving(spec) else (first, end) == (0, count))
+        is_sound = is_sound and (first >= 0 and end in ends if is_moving(spec) else (first, end) == (0, count))
     if not is_sound:
         raise ValueError(f"{path} holds arrays that are not this model's; save it again")

@@ -296,14 +296,15 @@ def test_texts_go_beyond_windows_and_scalings_and_say_what_they_do_not_reach() -
         return make_config(dataclasses.replace(plain, attention=attention), max_positions=8192)
 
     assert text_length(config(None, None), 8192) == 512
-    assert text_length(config(600, None), 8192) == 616
+    assert text_length(config(600, None), 8192) == 775  # beyond 759, where rows are dropped
     assert text_length(config(600, None), 610) == 610
     both = config(600, 1024)
     assert text_length(both, 8192) == 1040
     names = [run.name for run in planned_runs(both, 1040)]
-    assert names[-2:] == ["window of 600", "rotary scaling at 1024"]
+    assert names[-3:] == ["window of 600", "rotary scaling at 1024", "rows beyond the window"]
     assert uncovered(both, 8192, 1040) == ("lengths from 1041 to 8192",)
     assert uncovered(config(4096, None), 8192, 512)[1] == "window of 4096: it lies beyond the text"
+    assert uncovered(config(1900, None), 8192, 1916)[1].endswith("its first step lies 2187 tokens into a text")
 
 
 def test_surroundings_name_every_difference() -> None:

@@ -177,7 +177,7 @@ def _rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 2, this version reads 1; save it again"),
+        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 3, this version reads 2; save it again"),
         (lambda h, _: h["model"].update(precision="int4"), "its precision is 'int4', this one's 'fp32'"),
         (lambda h, _: h["model"].update(cache_dtype="int8"), "its cache_dtype is 'int8', this one's 'float32'"),
         (
