@@ -251,7 +251,7 @@ count = 0
 while True:
     count += 1
     rows = (np.full((2, 50_000, 8), count, np.float32),)
-    SequenceState(token_ids=(count,) * 50_000, rows=rows, num_prompt_tokens=0, model=identity).save(path)
+    SequenceState(token_ids=(count,) * 50_000, rows=rows, firsts=(0,), num_prompt_tokens=0, model=identity).save(path)
     print("saved", flush=True)
 """
 

@@ -154,7 +154,7 @@ def test_a_wrong_count_a_row_too_few_and_rotation_by_place_in_the_cache_are_told
         _without_positions(mixed.kept, folder)
     session = open_session(folder)
     found = fed(session, opened(session), PIECES)
-    gaps = np.abs(found - wanted).max(axis=1)
+    gaps = np.nan_to_num(np.abs(found - wanted), nan=np.inf).max(axis=1)
     # before rows are dropped a cache has them all; a kept window that is too short shows as soon as it is full
     assert gaps[: 5 if broken == "rows" else 65].max() <= LIMIT < gaps.max()
 
@@ -348,7 +348,8 @@ def test_b108_drafts_change_no_greedy_id(drafts: str, mixed: Pair, expected: lis
     with opened_model(mixed.kept, **options) as lm:
         (output,) = lm.generate(PROMPTS[:1], greedy(150))
         assert output.token_ids == expected[0]
-        assert lm.statistics.num_drafted > lm.statistics.num_drafted_right > 0
+        assert lm.statistics.num_drafted_right > 0
+        assert drafts == "model" or lm.statistics.num_drafted_right < lm.statistics.num_drafted
         lm.generate(PROMPTS[1:2], greedy(20))  # the draft model's own cache goes back to the start
 
 
