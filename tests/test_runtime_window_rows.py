@@ -18,6 +18,8 @@ from tiny_graphs import export_decoder, make_block, make_config, make_model
 from tiny_sessions import open_session
 
 from graphport.export import export, model_export
+from graphport.export.layout_parity import GrowingRunner, layout_check, masked_inputs
+from graphport.export.layouts import OPTIMUM
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import LearnedPosition
 from graphport.model_def.signature import GRAPH_FILE, WINDOW_SEQLENS_K, read_manifest
@@ -69,7 +71,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pai
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(model_export, "torch_to_onnx", lambda *_, trace=traces[name]: trace)
             whole = export(models[name], folder / "whole", disable_passes=["window_cache"], **options)
-            kept = export(models[name], folder / "kept", **options)
+            layouts = ("optimum",) if cache == "auto" else ()
+            kept = export(models[name], folder / "kept", layouts=layouts, **options)
         assert (whole.fusions["window_cache"], kept.fusions["window_cache"]) == (0, 2)
         made[name, cache] = Pair(models[name], whole.path, kept.path)
     return made
@@ -117,6 +120,19 @@ def test_steps_far_beyond_the_window_equal_eager(mixed: Pair) -> None:
     with torch.inference_mode():
         wanted = mixed.model(torch.tensor([IDS[: len(found)]]))[0].numpy()
     assert np.abs(found - wanted).max() <= LIMIT
+
+
+def test_graphs_for_other_runtimes_over_the_same_weights_keep_all_tokens(mixed: Pair) -> None:
+    config = read_manifest(mixed.kept).config
+    assert layout_check(mixed.kept, OPTIMUM, config, max_length=CONTEXT, seed=0).measured == 0
+    runner = GrowingRunner(mixed.kept / OPTIMUM.graph_file, config)
+    past, rows = runner.empty_cache(1), []
+    for begin, end in ((0, 90), *((at, at + 1) for at in range(90, 130))):
+        logits, past = runner.run(masked_inputs(np.array(IDS[begin:end]), end), past)
+        rows.append(logits[0])
+    session = open_session(mixed.kept)
+    found = fed(session, opened(session), (90, *[1] * 40))
+    assert np.abs(found - np.concatenate(rows)).max() <= LIMIT
 
 
 def _off_by_one(self: KVCache, first_slot: int, num_slots: int) -> NDArray[np.int32]:
