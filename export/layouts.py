@@ -106,7 +106,9 @@ class _Adapter:
         size = self._add("Squeeze", [self._cast(total, ir.DataType.INT32)])
         rows = self._every_row(ids) if every_row else self._last_rows(ids, lengths, total)
         replaced = {SEQLENS_K: last, TOTAL_SEQUENCE_LENGTH: size, LOGITS_ROWS: rows}
-        replaced |= unmoved_windows(self._inputs, last, size)  # these runtimes keep all tokens in every layer
+        replaced |= unmoved_windows(
+            [str(name) for name in self._inputs], last, size
+        )  # these runtimes keep all tokens in every layer
         for old, new in replaced.items():
             self._replace_input(old, new)
         self._graph.inputs.insert(1, mask)
