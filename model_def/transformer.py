@@ -17,8 +17,8 @@ from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
-from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition
-from graphport.model_def.positions import length_switch, relative_buckets, rotary_tables, sinusoidal_table
+from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition, length_switch
+from graphport.model_def.positions import relative_buckets, rotary_tables, sinusoidal_table
 
 
 class Block(nn.Module):

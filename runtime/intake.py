@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from graphport.model_def.signature import Manifest
 from graphport.runtime.constraints import Grammars
+from graphport.runtime.field_error import FieldError
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestOptions
@@ -75,19 +76,20 @@ class Intake:
         """A request for the samples of one prompt, which errors call `name`. Raises TypeError and ValueError."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        for what, is_asked in (
-            ("stop strings", params.stop),
+        for field, is_asked in (
+            ("stop", params.stop),
             ("bad_words", params.bad_words),
-            (params.constraint, params.constraint),
+            (params.constraint or "", params.constraint),
         ):
             if is_asked:
-                self.need_tokenizer(str(what))
+                self.need_tokenizer(field, field=field)
         ids = self.prompt_ids(prompt, name)
         self._check_state(options.state)
         if params.n > self._max_batch:
-            raise ValueError(
+            raise FieldError(
                 f"{name} asks for n={params.n} samples, which need as many places in the batch; there are "
-                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times"
+                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times",
+                field="n",
             )
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
@@ -150,10 +152,12 @@ class Intake:
         """See `checked_prompt_ids`."""
         return checked_prompt_ids(ids, name, vocab_size=self._vocab_size, max_length=self._max_length)
 
-    def need_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer. Raises ValueError, saying that `what` needs one, if the bundle has none."""
+    def need_tokenizer(self, what: str, *, field: str = "prompt") -> Tokenizer:
+        """The tokenizer. Raises FieldError, saying that `what` needs one, if the bundle has none."""
         if self._tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
+            raise FieldError(
+                f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids", field=field
+            )
         return self._tokenizer
 
     def _bad_ids(self, words: abc.Sequence[str]) -> list[tuple[int, ...]]:
@@ -163,14 +167,21 @@ class Intake:
         """
         found = []
         for word in words:
-            tokenizer = self.need_tokenizer("bad_words")
-            bare, spaced = (
-                tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
-            )
+            bare, spaced = (self._ids_of_word(prefix + word.lstrip()) for prefix in ("", " "))
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)
         return found
+
+    def _ids_of_word(self, word: str) -> tuple[int, ...]:
+        tokenizer = self.need_tokenizer("bad_words", field="bad_words")
+        try:
+            ids = tuple(tokenizer.encode(word, add_special_tokens=False))
+        except ValueError as error:
+            raise FieldError(f"bad_words cannot be read: {error}", field="bad_words") from error
+        if not ids:
+            raise FieldError(f"bad_words holds {word!r}, for which there is no token; remove it", field="bad_words")
+        return ids
 
     def close(self) -> None:
         """Let go of the draft model."""

@@ -26,16 +26,26 @@ from graphport.model_def.signature import (
     SEQLENS_K,
     TOTAL_SEQUENCE_LENGTH,
     WEIGHTS_FILE,
+    WINDOW_SEQLENS_K,
+    WINDOW_TOTAL_SEQUENCE_LENGTH,
     FileRecord,
     Manifest,
     unmoved_windows,
 )
 from graphport.runtime.bundle_files import BundleFiles, check_graph
 
-PREPARED_FORMAT = 1
+PREPARED_FORMAT = 2  # 1 was compared in steps of many tokens alone
 
 _PROBE_TOLERANCE = 1e-3  # of the largest logit: equal on one machine, garbage where weights lie in another order
 
+_STEP_INPUTS = (
+    INPUT_IDS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    LOGITS_ROWS,
+    WINDOW_SEQLENS_K,
+    WINDOW_TOTAL_SEQUENCE_LENGTH,
+)
 _ELEMENTS = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
@@ -107,7 +117,7 @@ def make_probe(session: Any, manifest: Manifest, *, num_ids: int, num_columns: i
     vocab = manifest.config.vocab_size
     length = min(num_ids, manifest.max_length)
     ids = np.random.default_rng(0).integers(vocab, size=length)
-    row = probe_logits(session, ids)[-1]
+    row = probe_logits(session, ids, step=1)[-1]
     columns = np.argsort(-row, kind="stable")[: min(num_columns, vocab)]
     return Probe(
         ids=tuple(map(int, ids)), columns=tuple(map(int, columns)), logits=tuple(float(row[i]) for i in columns)
@@ -117,27 +127,36 @@ def make_probe(session: Any, manifest: Manifest, *, num_ids: int, num_columns: i
 def probe_problem(session: Any, probe: Probe) -> str | None:  # noqa: ANN401 - ORT is untyped
     """Why the session does not compute what the probe recorded; None when it does."""
     wanted = np.array(probe.logits, np.float64)
-    found = probe_logits(session, np.array(probe.ids, np.int64))[-1][list(probe.columns)]
+    found = probe_logits(session, np.array(probe.ids, np.int64), step=1)[-1][list(probe.columns)]
     worst = float(np.abs(found - wanted).max())
     limit = _PROBE_TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     return None if worst <= limit else f"its logits differ by {worst:.3g} from those recorded, {limit:.3g} is allowed"
 
 
-def probe_logits(session: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:  # noqa: ANN401 - ORT is untyped
-    """Logits [S, vocab] of `ids` [S] in one piece, from an empty cache."""
-    length = len(ids)
+def probe_logits(session: Any, ids: NDArray[np.int64], *, step: int | None = None) -> NDArray[np.float32]:  # noqa: ANN401 - ORT is untyped
+    """Logits [S, vocab] of `ids` [S], `step` of them at a time or all at once, from an empty cache.
+
+    One id at a time has kernels of its own: what is right for many may be wrong there.
+    """
     inputs = {node.name: node for node in session.get_inputs()}
-    feed: dict[str, NDArray[Any]] = {
-        INPUT_IDS: ids[np.newaxis],
-        SEQLENS_K: np.array([length - 1], np.int32),
-        TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32),
-        LOGITS_ROWS: np.arange(length),
-    }
-    feed |= unmoved_windows(inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
     caches = {
-        name: np.zeros((1, node.shape[1], length, node.shape[3]), _ELEMENTS[node.type])
+        name: np.zeros((1, node.shape[1], len(ids), node.shape[3]), _ELEMENTS[node.type])
         for name, node in inputs.items()
-        if name not in feed
+        if name not in _STEP_INPUTS
     }
-    logits: NDArray[np.float32] = session.run([LOGITS], {**feed, **caches})[0]
-    return logits
+    written = [node.name for node in session.get_outputs() if node.name != LOGITS]  # in the order of the caches
+    rows = []
+    for begin in range(0, len(ids), step or len(ids)):
+        part = ids[begin : begin + (step or len(ids))]
+        end = begin + len(part)
+        feed: dict[str, NDArray[Any]] = {
+            INPUT_IDS: part[np.newaxis],
+            SEQLENS_K: np.array([end - 1], np.int32),
+            TOTAL_SEQUENCE_LENGTH: np.array(end, np.int32),
+            LOGITS_ROWS: np.arange(len(part)),
+        }
+        windows = unmoved_windows(inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
+        logits, *caches_after = session.run([LOGITS, *written], {**feed, **windows, **caches})
+        caches = dict(zip(caches, caches_after, strict=True))
+        rows.append(logits)
+    return np.concatenate(rows)
