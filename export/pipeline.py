@@ -23,6 +23,7 @@ from graphport.export.lower_padded_attention import lower_padded_attention
 from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
+from graphport.export.window_caches import window_caches, window_layers
 from graphport.model_def.config import AttentionConfig, BlockConfig, NormOrder, TransformerConfig
 from graphport.model_def.expert_config import ExpertsConfig
 
@@ -34,6 +35,7 @@ PASSES: tuple[GraphPass, ...] = (
     pack_gate_up,
     fuse_silu,
     lower_attention,
+    window_caches,
     lower_padded_attention,
     fuse_qk_norm,
     lower_norm,
@@ -53,6 +55,7 @@ RULES = (
     "packed_gate_up",
     "silu",
     "attention",
+    "window_cache",
     "qk_norm",
     "norm",
     "half_precision",
@@ -71,6 +74,7 @@ OPTIONAL_PASSES: dict[GraphPass, str] = {
     pack_gate_up: "packed_gate_up",
     fuse_silu: "silu",
     lower_attention: "attention",
+    window_caches: "window_cache",
     lower_padded_attention: "attention",
     fuse_qk_norm: "qk_norm",
     lower_norm: "norm",
@@ -121,6 +125,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
         "silu": sum(block.dense is not None and block.dense.activation in ("silu", "quick_gelu") for block in blocks),
         "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
+        "window_cache": len(window_layers(plan)),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "experts": sum(isinstance(block.feed_forward, ExpertsConfig) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),

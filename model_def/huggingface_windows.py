@@ -54,9 +54,9 @@ def read_windows(
     if rule is None:
         return [None] * num_layers
     if rule.names_key is not None and rule.pattern_key is not None:
-        window = read_integer({rule.size_key: or_default(values, rule.size_key, rule.default, notes)}, rule.size_key)
+        size = read_integer({rule.size_key: or_default(values, rule.size_key, rule.default, notes)}, rule.size_key)
         names = _names(values, rule.names_key, rule.pattern_key, num_layers)
-        return [window if name == "local" else None for name in names]
+        return [size if name == "local" else None for name in names]
     window = _window(values, rule, model_type, notes)
     listed = values.get("layer_types")
     if listed is not None:
@@ -89,7 +89,7 @@ def _names(values: Values, names_key: str, pattern_key: str, num_layers: int) ->
             spellings.append([name for names, times in values[pattern_key] for _ in range(times) for name in names])
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"config.json: {pattern_key} must list names and how often they repeat; got {values[pattern_key]!r:.200}"
+                f"config.json: {pattern_key} must list names and how often they repeat; got {values[pattern_key]!r:.99}"
             ) from error
     for names in spellings:
         fits = isinstance(names, list) and len(names) == num_layers and set(names) <= {"global", "local"}

@@ -4,9 +4,10 @@ In: a checked bundle and a device. Out: `ModelSizes` for `memory_plan.py`. It re
 """
 
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.device import Device
 from graphport.runtime.graph_file import GraphHeader, NodeHeader
-from graphport.runtime.memory import cache_bytes_per_token, cache_specs
+from graphport.runtime.memory import cache_specs
 from graphport.runtime.memory_plan import ModelSizes
 
 _ATTENTIONS, _PRODUCT = ("GroupQueryAttention", "MultiHeadAttention"), "MatMulNBits"
@@ -26,7 +27,7 @@ def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = Fal
         blocks=_num_bytes(header, blocks),
         float_type=header.float_type,
         cache_dtype=bundle.manifest.cache_dtype or header.float_type,
-        cache_bytes_per_token=cache_bytes_per_token(cache_specs(bundle.manifest)),
+        cache=cache_sizes(cache_specs(bundle.manifest), bundle.manifest.window_rows),
         fused_attention=sum(len(header.nodes_of(op)) for op in _ATTENTIONS) >= bundle.manifest.config.num_layers,
         samples=bundle.manifest.samples_on_device,
         repacked=_num_bytes(header, blocks & _read_elsewhere(header)) if compact_gemm else 0,
