@@ -1,7 +1,7 @@
 """Bodies of the `graphport` ops in a model: an exported graph carries those of the ops that it uses.
 
 In: a model and the name of an op. Out: the model with the body, and those of what it calls, among its functions. The
-bodies themselves stand in `portable_ops.py`, `portable_encoder_ops.py` and `portable_image_ops.py`.
+bodies themselves stand in `portable_ops.py` and in those for encoders, images and sources beside it.
 """
 
 import onnx_ir as ir
@@ -9,8 +9,10 @@ import onnx_ir as ir
 from graphport.export.portable_encoder_ops import ENCODER_FUNCTIONS
 from graphport.export.portable_image_ops import IMAGE_FUNCTIONS
 from graphport.export.portable_ops import DOMAIN, FUNCTIONS
+from graphport.export.portable_source_ops import SOURCE_FUNCTIONS
 
-_BODIES = {function.name: function for function in (*FUNCTIONS, *ENCODER_FUNCTIONS, *IMAGE_FUNCTIONS)}
+_FUNCTIONS = (*FUNCTIONS, *ENCODER_FUNCTIONS, *IMAGE_FUNCTIONS, *SOURCE_FUNCTIONS)
+_BODIES = {function.name: function for function in _FUNCTIONS}
 
 
 def attach_function(model: ir.Model, name: str) -> None:

@@ -18,6 +18,7 @@ from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import Ranges, activation_ranges, image_ranges
 from graphport.export.calibration import Calibration, CalibrationError, calibration_ids, read_calibration
 from graphport.export.certify import DecoderEvidence, calibrate_cache
+from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
 from graphport.export.export_limits import (
     longest_context,
     note_pictures,
@@ -26,12 +27,13 @@ from graphport.export.export_limits import (
     require_image_precision,
     require_image_size,
     require_numbers,
+    require_source_precision,
 )
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.kernel_advice import kernel_advice
-from graphport.export.model_kinds import kind_of
+from graphport.export.model_kinds import Evidence, kind_of
 from graphport.export.parity import require_passed
 from graphport.export.parity_images import parity_images
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
@@ -48,6 +50,7 @@ from graphport.export.precision_choice import (
 )
 from graphport.export.site_account import site_account
 from graphport.export.source import SourceModel, open_source
+from graphport.export.source_graph import compile_source, write_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.certificate import Check
@@ -143,7 +146,7 @@ def export(
         compiled = exported.clone()
         reports = compile_graph(compiled, plan)
         require_fusions(reports, require_fused or {})
-        _write_graphs(compiled, plan, folder)
+        others = _write_graphs(compiled, evidence, plan, folder)
         if verify:
             shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
             require_passed(shipped)
@@ -151,16 +154,21 @@ def export(
             notes += _note_unchecked(plan)
         progress("writing the bundle")
         account = _account(reports, exported, compiled, plan, choice)
-        manifest = write_records(folder, opened, plan, account, checks if verify and not kind.has_cache else None)
+        manifest = write_records(folder, opened, plan, account, _stored_checks(checks, evidence, verify=verify))
         if verify and isinstance(evidence, DecoderEvidence):
             checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, seed=seed, observe=progress)
     return Bundle(
         path=out,
         manifest=manifest,
-        fusions=count_fusions(reports),
+        fusions=count_fusions((*reports, *others)),
         certificate=checks,
         notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
+
+
+def _stored_checks(checks: tuple[Check, ...], evidence: Evidence, *, verify: bool) -> tuple[Check, ...] | None:
+    """What `write_records` stores; a decoder's certificate has rows too, and is made of what was written."""
+    return checks if verify and not isinstance(evidence, DecoderEvidence) else None
 
 
 def _account(
@@ -201,11 +209,19 @@ def _certify(
     return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
-def _write_graphs(compiled: ir.Model, plan: CompilePlan, folder: Path) -> None:
-    """Write the graph that ships, and the one that a CPU packs for itself where they differ."""
+def _write_graphs(compiled: ir.Model, evidence: Evidence, plan: CompilePlan, folder: Path) -> tuple[PassReport, ...]:
+    """Write the graph that ships, and the one that a CPU packs for itself where they differ.
+
+    An encoder-decoder has a second graph, the encoder's, compiled here; returned is what was fused in that.
+    """
     write_graph(compiled, folder)
     if plan.target is CPU:
         write_bare_graph(folder)
+    if not isinstance(evidence, EncoderDecoderEvidence):
+        return ()
+    encoder, reports = compile_source(evidence.source, plan)
+    write_source(encoder, folder)
+    return reports
 
 
 def _with_cache_scales(
@@ -240,6 +256,8 @@ def _plan(
     config = require_image_size(opened.model.config, image_size, context)
     if config.image is not None:
         require_image_precision(target, precision)
+    if config.encoder is not None:
+        require_source_precision(target, precision, cache)
     max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
     if precision.chooses_bits and not kind_of(config).has_cache:
@@ -276,6 +294,8 @@ def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress:
 def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
     if text is not None:
         check_calibration(plan.precision, plan.cache)
+    if plan.config.encoder is not None and text is not None:
+        raise CalibrationError("weights of an encoder-decoder are rounded without a text; leave --calibration out")
     if plan.config.image is not None:
         if text is not None:
             raise CalibrationError("a calibration text is for models of text; an image encoder reads none")
@@ -285,7 +305,7 @@ def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, se
 
 def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration, *, seed: int) -> Ranges:
     """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
-    if plan.precision.weight_bits is None or plan.matrices:
+    if plan.precision.weight_bits is None or plan.matrices or plan.config.encoder is not None:
         return {}
     if plan.config.image is not None:
         images = parity_images(plan.config.image, max_length=plan.max_length, seed=seed)

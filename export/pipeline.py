@@ -16,6 +16,7 @@ from graphport.export.fuse_residual_norm import fuse_residual_norm
 from graphport.export.fuse_silu import fuse_silu
 from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
+from graphport.export.lower_cross_attention import lower_cross_attention
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
 from graphport.export.lower_padded_attention import lower_padded_attention
@@ -33,6 +34,7 @@ PASSES: tuple[GraphPass, ...] = (
     fuse_silu,
     lower_attention,
     lower_padded_attention,
+    lower_cross_attention,
     fuse_qk_norm,
     lower_norm,
     convert_floats,
@@ -68,6 +70,7 @@ OPTIONAL_PASSES: dict[GraphPass, str] = {
     fuse_silu: "silu",
     lower_attention: "attention",
     lower_padded_attention: "attention",
+    lower_cross_attention: "attention",
     fuse_qk_norm: "qk_norm",
     lower_norm: "norm",
 }
@@ -116,7 +119,8 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
         "silu": sum(block.feed_forward.activation in ("silu", "quick_gelu") for block in blocks),
-        "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
+        "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks)
+        + sum(block.cross_attention is not None for block in blocks),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),
         "sampling": int(plan.target.samples_on_device and plan.config.is_causal),
@@ -157,7 +161,7 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     is_sum = last_is_whole and not is_normed  # whether the residual stream is a sum where the next block begins
     for block in config.blocks:
         count += is_sum and block.norm_order in _NORMS_FIRST
-        count += _NORMED_SUMS_INSIDE[block.norm_order]
+        count += _NORMED_SUMS_INSIDE[block.norm_order] + (block.cross_attention is not None)
         is_sum = block.norm_order != "post"
     return count + (is_sum and config.final_norm is not None)
 

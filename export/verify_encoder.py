@@ -39,7 +39,7 @@ def verify_encoder(
     plan = CompilePlan(
         config=manifest.config,
         target=target,
-        precision=target.precision(manifest.precision, has_cache=False),
+        precision=target.precision(manifest.precision, has_cache=manifest.cache_dtype is not None),
         max_length=manifest.max_length,
         cache=next((cache for cache in target.caches if cache.dtype == manifest.cache_dtype), None),
     )

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.beam_sequences import BeamSequence
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import SCORING_BYTES
@@ -128,6 +129,8 @@ class Engine:
         slot = self.scheduler.prefill_slot
         try:
             self.cache.reserve(slot + len(group.sequences), self.scheduler.room_for(group))
+            if group.first.source_ids is not None:
+                self.session.encode(self.cache, slot, group.first.source_ids)
             self.reuse.restore(group.first, slot)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             self._fail(list(group.sequences), error)
@@ -164,6 +167,7 @@ class Engine:
         for sequence in group.sequences:
             self._accept(sequence, functools.partial(sequence.accept_prompt, outputs, is_last=is_last))
         if is_last:
+            self._settle(group.sequences)  # all samples get copies of the prompt's rows
             self.reuse.keep(group.first, slot)
             for sequence in group.sequences:
                 if sequence.is_finished:
@@ -190,7 +194,20 @@ class Engine:
             return
         for slot, sequence in enumerate(rows):
             self._accept(sequence, functools.partial(sequence.accept, outputs, slot))
+        for source, target in self._settle(rows):
+            self.cache.copy_slot(rows.index(source), rows.index(target))
         self._remove_finished(rows)
+
+    def _settle(self, rows: Many[Sequence]) -> list[tuple[Sequence, Sequence]]:
+        """Let the searches among `rows` choose; the (source, target) rows that must become copies."""
+        groups = {id(row.group): row.group for row in rows if isinstance(row, BeamSequence) and row.group is not None}
+        copies = []
+        for group in groups.values():
+            before = sum(len(row.token_ids) for row in rows if isinstance(row, BeamSequence) and row.group is group)
+            copies += group.settle()
+            after = sum(len(row.token_ids) for row in rows if isinstance(row, BeamSequence) and row.group is group)
+            self.num_generated_tokens += max(0, after - before)
+        return copies
 
     def _decode_with_draft(self, sequence: Sequence) -> bool:
         """Check what `sequence`, which decodes alone, drafts; whether it drafted anything.
@@ -238,7 +255,7 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; its rows are kept unless it failed."""
         slot = self.scheduler.slot_of(sequence)
-        if slot is not None and sequence.error is None:
+        if slot is not None and sequence.error is None and sequence.keeps_rows:
             self.reuse.keep(sequence, slot)
             self.reuse.hand_over(sequence, slot)
         self.scheduler.remove(sequence)

@@ -13,6 +13,7 @@ from graphport.model_def.signature import DType, TensorSpec
 from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer
 from graphport.runtime.device import Device
 from graphport.runtime.memory import cache_bytes_per_token, free_memory, require_memory
+from graphport.runtime.source_rows import SourceRows
 
 # The first capacity in tokens; every further step doubles, so that copying stays a constant share of the work.
 FIRST_CAPACITY = 64
@@ -24,7 +25,7 @@ class KVCache:
     Slots and capacity grow by doubling as sequences need them, to `max_slots` and `max_length` at most, keeping what is
     cached, and by no more than is needed where twice as much would not fit; nothing is allocated before the first
     `reserve`. Rows of a slot beyond its length are undefined, and no kernel reads them. `new_buffer` makes the memory,
-    on `device`. Not thread-safe.
+    on `device`. `source`: what the slots keep of their sources, where the model reads one. Not thread-safe.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class KVCache:
         device: Device = "cpu",
         new_buffer: Callable[[tuple[int, int, int, int], DType], CacheBuffer] = HostBuffer,
         free: Callable[[], int] = free_memory,
+        source: SourceRows | None = None,
     ) -> None:
         for name, value in (("max_slots", max_slots), ("max_length", max_length)):
             if value < 1:
@@ -49,6 +51,7 @@ class KVCache:
         self.lengths: NDArray[np.int32] = np.zeros(max_slots, np.int32)
         self.buffers: tuple[CacheBuffer, ...] = ()
         self.generation = 0
+        self.source = source
         self._device: Device = device
         self._new_buffer = new_buffer
         self._free = free
@@ -78,6 +81,8 @@ class KVCache:
         for buffer in self.buffers if length else ():
             buffer.copy_row(buffer, source, target, length)
         self.lengths[target] = length
+        if self.source is not None:
+            self.source.copy_slot(source, target)
 
     def read_rows(self, slot: int, begin: int, end: int) -> tuple[NDArray[np.generic], ...]:
         """Copies on the host of tokens begin .. end-1 of active `slot`: of each buffer [kv_heads, tokens, width]."""

@@ -39,7 +39,7 @@ def verify(
     _debug: Debug = False,
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    if read_manifest(bundle).kind != "decoder":
+    if read_manifest(bundle).kind != "decoder":  # encoders, images, encoder-decoders
         given = {"--write": write, "--invariance": invariance, "--device": device != "auto"}
         _verify_encoder(bundle, against, given=given, as_json=as_json)
         return
