@@ -91,9 +91,10 @@ def read_folder_config(folder: Path) -> TransformerConfig:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
     values = read_json(folder / CONFIG_FILE)
     model_type = values.get("model_type")
-    pair = find_encoder_decoder_family(model_type)
-    if pair is not None:
-        return _read_encoder_decoder(folder, values, pair)[0]
+    if find_encoder_decoder_family(model_type) is not None:
+        raise CheckpointError(
+            f"{folder} is an encoder-decoder, of which no configuration is read alone; export it first"
+        )
     if find_encoder_family(model_type) is not None or find_vision_family(model_type) is not None:
         raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
     return _read_decoder(folder, values)[0]

@@ -53,9 +53,10 @@ def read_forced_tokens(
     first = _one(value("forced_bos_token_id"), "forced_bos_token_id")
     last = _one(value("forced_eos_token_id"), "forced_eos_token_id")
     bad = value("bad_words_ids") or []
+    starts: list[Any] = start if isinstance(start, list) else [start]
     try:
         forced = ForcedTokens(
-            start=tuple(start) if isinstance(start, list) else (start,),
+            start=tuple(starts),
             first=first,
             last=last,
             never=tuple(value("suppress_tokens") or ()),

@@ -103,9 +103,9 @@ def check_graph(
         _check_file(folder, file, record.size)
     graph = folder / name
     header = read_graph_header(graph)
-    record = files.get(weights)
+    size = files[weights].size if weights in files else None
     for place in header.external:
-        _check_place(graph, place, weights, None if record is None else record.size)
+        _check_place(graph, place, weights, size)
     return graph, header
 
 

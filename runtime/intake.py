@@ -3,6 +3,7 @@
 In: prompts, SamplingParams, options. Out: `Request`s, or an error in one line before anything runs. It runs nothing.
 """
 
+import functools
 from collections import abc, deque
 from collections.abc import Callable
 from typing import Any
@@ -94,9 +95,7 @@ class Intake:
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
         max_total = min(self._max_length, len(ids) + new)
-        forced = (
-            None if source is None else SourcePrompts(self._manifest).rules(source, params, most=max_total - len(ids))
-        )
+        forced = None if source is None else self._sources.rules(source, params, most=max_total - len(ids))
         bad_ids = self._bad_ids(params.bad_words)
         constraint = None if self._grammars is None else self._grammars.constraint(params)
         drafts = self._new_speculation if options.speculate and params.num_beams == 1 else None
@@ -159,6 +158,11 @@ class Intake:
                     "load the bundle with a larger max_batch, or give the prompt several times"
                 )
 
+    @functools.cached_property
+    def _sources(self) -> SourcePrompts:
+        """Raises ValueError when the bundle does not say how a text begins."""
+        return SourcePrompts(self._manifest)
+
     def _source(self, prompt: Prompt, options: RequestOptions, name: str) -> SourcePrompt | None:
         """The prompt as an encoder-decoder takes it, None where it is a decoder's own."""
         if not self._reads_source:
@@ -170,7 +174,7 @@ class Intake:
             raise ValueError("state and keep_state are for decoders: rows of an encoder-decoder belong to one source")
         is_text = isinstance(prompt, str)
         ids = self.need_tokenizer("a str prompt").encode(str(prompt)) if is_text else prompt
-        return SourcePrompts(self._manifest).prompt(
+        return self._sources.prompt(
             ids,
             name,
             is_empty=is_text and not str(prompt).strip(),

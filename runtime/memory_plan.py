@@ -43,7 +43,7 @@ class ModelSizes:
 
     weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
     type of activations. cache_bytes_per_token: of one row. fused_attention: whether one kernel a layer computes it.
-    samples: whether the graph reduces its logits.
+    samples: whether the graph reduces its logits. source_bytes: of one row's longest source, of an encoder-decoder.
     repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
     takes while the session is opened.
     """
@@ -57,6 +57,7 @@ class ModelSizes:
     cache_bytes_per_token: int
     fused_attention: bool
     samples: bool = False
+    source_bytes: int = 0
     repacked: int = 0
     timing: int = 0
 
@@ -118,7 +119,7 @@ def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
         workspace=_workspace(sizes, limits),
         logits=_logits_bytes(sizes, limits),
         libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
-        cache=sizes.cache_bytes_per_token * limits.max_batch * limits.max_length,
+        cache=(sizes.cache_bytes_per_token * limits.max_length + sizes.source_bytes) * limits.max_batch,
     )
 
 

@@ -11,12 +11,13 @@ from typing import Any
 import cuda_stubs
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from parity import assert_parity
 from tiny_encoder_decoders import END, FAMILIES, PAD, START, make_encoder_decoder, source_ids, teacher_logits
 
-from graphport.export.bundle import write_graph
+from graphport.export.bundle import Bundle, write_graph
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_export import export
 from graphport.export.pipeline import compile_graph
@@ -45,6 +46,15 @@ class Staged:
     reference: Any
     config: TransformerConfig
     folder: Path
+    decoder: ir.Model
+    encoder: ir.Model
+
+    def export(self, out: Path, **options: Any) -> Bundle:
+        """A bundle from the trace that is there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: self.decoder.clone())
+            patch.setattr("graphport.export.certify_encoder_decoder.trace_source", lambda *_: self.encoder.clone())
+            return export(self.folder / "source", out, **options)
 
     @property
     def bundle(self) -> Path:
@@ -81,11 +91,16 @@ def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     compile_graph(half, plan)
     write_graph(half, folder / "half")
     write_source(compile_source(encoder, plan)[0], folder / "half")
-    with pytest.MonkeyPatch.context() as patch:  # every graph here comes from one trace
-        patch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: decoder.clone())
-        patch.setattr("graphport.export.certify_encoder_decoder.trace_source", lambda *_: encoder.clone())
-        export(folder / "source", folder / "bundle", precision="fp32", context=length)
-    return Staged(name=request.param, reference=reference, config=checkpoint.config, folder=folder)
+    made = Staged(
+        name=request.param,
+        reference=reference,
+        config=checkpoint.config,
+        folder=folder,
+        decoder=decoder,
+        encoder=encoder,
+    )
+    made.export(made.bundle, precision="fp32", context=length)
+    return made
 
 
 def kernels(graph: Path) -> Counter[str]:
@@ -170,6 +185,16 @@ def test_verify_runs_the_evidence_again_and_finds_other_weights(staged: Staged, 
     assert all(check.passed for check in checks)
     make_encoder_decoder(staged.name, seed=1).save_pretrained(tmp_path)
     assert [check.passed for check in verify_encoder(staged.bundle, against=tmp_path)] == [True, True, False]
+
+
+def test_int8_bundles_hold_to_eager_within_their_limit(staged: Staged, tmp_path: Path) -> None:
+    bundle = staged.export(tmp_path / "bundle", context=64)  # int8 is what floats get
+    assert bundle.manifest.precision == "int8"
+    assert {check.name.partition(":")[0] for check in bundle.certificate} == {"exported", "compiled", "int8"}
+    for graph in (GRAPH_FILE, ENCODER_GRAPH_FILE):
+        assert kernels(tmp_path / "bundle" / graph)["MatMulNBits"] > 4
+    with load(tmp_path / "bundle", threads=1) as lm:
+        assert lm.generate(SOURCES[:1], GREEDY)[0].token_ids
 
 
 def test_what_needs_a_text_to_be_rounded_is_refused(tmp_path: Path) -> None:

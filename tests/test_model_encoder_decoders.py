@@ -3,6 +3,7 @@
 Every shape of `tiny_encoder_decoders.py` at the cheap tier; nothing is exported here.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,15 @@ from tiny_checkpoints import edit_json
 from tiny_encoder_decoders import END, SHAPES, START, make_encoder_decoder, source_ids, teacher_logits
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from graphport.model_def.config import AttentionConfig, ConfigError, TransformerConfig
+from graphport.model_def.config import (
+    AttentionConfig,
+    BlockConfig,
+    ConfigError,
+    FeedForwardConfig,
+    NormConfig,
+    TransformerConfig,
+)
+from graphport.model_def.position_config import SinusoidalPosition
 from graphport.model_def.positions import causal_buckets, sinusoidal_table
 from graphport.model_def.source_encoder import SourceEncoder
 from graphport.model_def.transformer import CachedDecoder, Transformer
@@ -169,6 +178,60 @@ def test_causal_buckets_equal_transformers(read: tuple[Any, Checkpoint, Path]) -
         -torch.arange(200), bidirectional=False, num_buckets=bias.num_buckets, max_distance=bias.max_distance
     )
     assert torch.equal(causal_buckets(bias, 200), expected)
+
+
+@torch.inference_mode()
+def test_the_original_transformer_equals_that_of_torch() -> None:
+    """Post-norm, ReLU, alternating sines and cosines, embeddings times the root of the width (Vaswani et al. 2017)."""
+    own = AttentionConfig(num_heads=3, num_kv_heads=3, head_dim=8, causal=False, qkv_bias=True, output_bias=True)
+    norm = NormConfig(kind="layer", epsilon=1e-5, bias=True)
+    block = BlockConfig(
+        attention=own,
+        feed_forward=FeedForwardConfig(width=40, activation="relu", gated=False, bias=True),
+        norm=norm,
+        norm_order="post",
+    )
+    encoder = TransformerConfig(
+        vocab_size=61,
+        hidden_size=24,
+        max_positions=32,
+        blocks=(block,) * 2,
+        position=SinusoidalPosition(max_positions=32),
+        embedding_scale=24**0.5,
+        final_norm=norm,
+        head="none",
+    )
+    reader = dataclasses.replace(block, attention=dataclasses.replace(own, causal=True), cross_attention=own)
+    config = dataclasses.replace(encoder, blocks=(reader,) * 2, encoder=encoder, head="tied")
+    torch.manual_seed(0)
+    model = Transformer(config).eval()
+    reference = torch.nn.Transformer(24, 3, 2, 2, 40, dropout=0.0, batch_first=True).eval()
+    assert model.encoder is not None
+    pairs = [(model.encoder, reference.encoder, False), (model, reference.decoder, True)]
+    for ours, theirs, reads in pairs:
+        theirs.norm.load_state_dict(ours.final_norm.state_dict())
+        for a, b in zip(ours.layers, theirs.layers, strict=True):
+            norms = [a.attention_norm, *([a.cross_attention_norm] if reads else []), a.feed_forward_norm]
+            for number, found in enumerate(norms, 1):
+                getattr(b, f"norm{number}").load_state_dict(found.state_dict())
+            for name, attention in (("self_attn", a.attention), ("multihead_attn", a.cross_attention)):
+                if attention is None:
+                    continue
+                parts = (attention.query, attention.key, attention.value)
+                getattr(b, name).in_proj_weight.copy_(torch.cat([part.weight for part in parts]))
+                getattr(b, name).in_proj_bias.copy_(torch.cat([part.bias for part in parts]))
+                getattr(b, name).out_proj.load_state_dict(attention.output.state_dict())
+            b.linear1.load_state_dict(a.feed_forward.up.state_dict())
+            b.linear2.load_state_dict(a.feed_forward.down.state_dict())
+
+    def embedded(stack: Transformer, ids: list[int]) -> torch.Tensor:
+        return stack.embedding(torch.tensor([ids])) * 24**0.5 + sinusoidal_table(len(ids), 24)
+
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(len(IDS))
+    states = reference(embedded(model.encoder, SOURCE), embedded(model, IDS), tgt_mask=mask)[0]
+    expected = states @ model.embedding.weight.T
+    found = model(torch.tensor([IDS]), source=model.encode(torch.tensor([SOURCE])))[0]
+    assert relative(found, expected) < RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 
 def test_cross_attention_without_an_encoder_is_no_config(read: tuple[Any, Checkpoint, Path]) -> None:

@@ -56,13 +56,13 @@ _T5: dict[str, Any] = {
 
 SHAPES: Mapping[str, tuple[type, type, dict[str, Any]]] = {
     "bart": (BartConfig, BartForConditionalGeneration, _SIZES),
-    "mbart": (MBartConfig, MBartForConditionalGeneration, {**_SIZES, "scale_embedding": True}),
-    "marian": (MarianConfig, MarianMTModel, {**_SIZES, "scale_embedding": True, "activation_function": "swish"}),
+    "mbart": (MBartConfig, MBartForConditionalGeneration, _SIZES),
+    "marian": (MarianConfig, MarianMTModel, {**_SIZES, "activation_function": "swish"}),
     "t5": (T5Config, T5ForConditionalGeneration, _T5),
     "marian, two vocabularies": (
         MarianConfig,
         MarianMTModel,
-        {**_SIZES, "decoder_vocab_size": 59, "share_encoder_decoder_embeddings": False},
+        {**_SIZES, "decoder_vocab_size": 59, "share_encoder_decoder_embeddings": False, "scale_embedding": True},
     ),
     "t5, gated": (
         T5Config,
@@ -71,7 +71,7 @@ SHAPES: Mapping[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 # one shape a family, taken through every stage
-FAMILIES = ("bart", "mbart", "marian", "t5")
+FAMILIES = ("bart", "mbart", "marian", "t5")  # in the order of the table
 
 
 def make_encoder_decoder(name: str, seed: int = 0) -> Any:
@@ -82,18 +82,23 @@ def make_encoder_decoder(name: str, seed: int = 0) -> Any:
         if parameter.requires_grad:  # the tables of sines are not drawn
             parameter.data = _drawn(parameter_name, parameter)
     if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias = torch.randn_like(model.final_logits_bias) * 0.3
+        model.final_logits_bias = torch.randn_like(model.final_logits_bias) * 0.1
     return model
 
 
 def _drawn(name: str, parameter: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(parameter)
     if parameter.dim() == 1:
-        return 0.2 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
+        return 0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
     if "relative_attention_bias" in name:
         return 5.0 * noise
     sharp = ("q_proj", "k_proj")  # T5 divides no scores: its attention is sharp as it is
-    scale = 2.0 if any(part in name for part in sharp) else 1.0
+    if name.endswith(("shared.weight", "embed_tokens.weight")):
+        return noise * 0.15  # else a tied head repeats what it has just read, whatever the source
+    if "embed_positions" in name:
+        return noise
+    quiet = ("out_proj", "fc2")  # what is added to the stream must not drown where a token stands
+    scale = 2.0 if any(part in name for part in sharp) else 0.5 if any(part in name for part in quiet) else 1.5
     return noise * scale / math.sqrt(parameter.shape[-1])
 
 
