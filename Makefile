@@ -32,6 +32,7 @@ RESULTS = build/$@-$(notdir $(out)).md
 
 bin := .venv/bin
 installed := .venv/.installed
+genai := build/genai/.installed
 out := $(OUT:%/=%)
 quote = '$(subst ','\'',$(1))'
 
@@ -73,13 +74,19 @@ $(installed): constraints.txt pyproject.toml
 	@touch $@
 
 .PHONY: fetch
-fetch: $(SMOLLM2) $(MINILM) ## download SmolLM2-135M-Instruct and all-MiniLM-L6-v2 (190 MB) into build/downloads
+fetch: $(SMOLLM2) $(MINILM) $(genai) ## download what the tests need: two models (190 MB), onnxruntime-genai in build/genai
 
 $(SMOLLM2): examples/fetch_smollm2.py | $(installed)
 	@$(bin)/python $< $@
 
 $(MINILM): examples/fetch_minilm.py | $(installed)
 	@$(bin)/python $< $@
+
+# A runtime that bundles are also written for: the tests ask it for the same tokens.
+$(genai): tests/requirements_genai.txt | $(installed)
+	$(PYTHON) -m venv build/genai
+	build/genai/bin/python -m pip --disable-pip-version-check install --requirement $<
+	@touch $@
 
 .PHONY: export
 export: $(out)/manifest.json ## export MODEL to the bundle OUT and verify it; prints what fused and the parity figures
@@ -160,11 +167,11 @@ bench-growth bench-gpu: RESULTS = build/$@.md
 pytest = OMP_NUM_THREADS=1 $(bin)/python -m pytest -n $(WORKERS) --dist loadfile
 
 .PHONY: test
-test: $(SMOLLM2) $(MINILM) | $(installed) ## run the tests, the real model included
+test: $(SMOLLM2) $(MINILM) $(genai) | $(installed) ## run the tests, the real model included
 	$(pytest) -m "not slow and not gpu"
 
 .PHONY: test-slow
-test-slow: $(SMOLLM2) $(MINILM) | $(installed) ## run the slow tests
+test-slow: $(SMOLLM2) $(MINILM) $(genai) | $(installed) ## run the slow tests
 	$(pytest) -m "slow and not gpu"
 
 .PHONY: test-gpu

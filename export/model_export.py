@@ -33,6 +33,9 @@ from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport
 from graphport.export.kernel_advice import kernel_advice
+from graphport.export.layout_files import write_layouts
+from graphport.export.layout_parity import layout_checks
+from graphport.export.layouts import check_layouts, find_layouts
 from graphport.export.model_kinds import Evidence, kind_of
 from graphport.export.parity import require_passed
 from graphport.export.parity_images import parity_images
@@ -77,6 +80,7 @@ def export(
     require_fused: Mapping[str, int | Literal["all"]] | None = None,
     require_exact: bool = False,
     disable_passes: Sequence[str] = (),
+    layouts: Sequence[str] = (),
     force: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
@@ -90,19 +94,21 @@ def export(
     UTF-8 text on which int8, int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of
     precision auto in nats (None: 0.01): the divergence that it may show on the part of that text that is held out.
     `require_fused` pins how often a rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which
-    a matrix would be encoded anew. `disable_passes` names rules that are not to fuse anything. `progress` is told each
+    a matrix would be encoded anew. `disable_passes` names rules that are not to fuse anything. `layouts` are
+    genai and optimum: graphs over the same weights for these runtimes, beside the bundle's own. `progress` is told each
     stage as it begins. Raises ValueError subclasses, one line each: CheckpointError, ConfigError, CalibrationError,
-    TargetError, ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a failure.
+    TargetError, LayoutError, ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a
+    failure.
     """
     out = Path(out)
     found_target = find_target(target)
     found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION, has_cache=False)
     cache = found_target.cache_format(kv_cache, found_precision)
     require_numbers(seed=seed, context=context)
-    check_rules(require_fused or {})
+    _check_names(require_fused or {}, disable_passes)
     budget = check_budget(max_kl, chooses_bits=found_precision.chooses_bits)
     text = read_calibration(calibration)
-    check_disabled(disable_passes)
+    found_layouts = find_layouts(layouts)
     check_destination(out, force=force)
 
     progress("reading the model")
@@ -122,6 +128,7 @@ def export(
         accuracy_level=accuracy_level,
         disabled=tuple(disable_passes),
     )
+    check_layouts(found_layouts, plan)
     calibrated = _calibration(opened, plan, text, seed=seed + 1, name=str(calibration))
     if require_exact:
         check_exact(plan)
@@ -143,12 +150,11 @@ def export(
         )
         plan = _with_cache_scales(exported, plan, calibrated, folder=folder, progress=progress)
         progress("compiling the graph")
-        compiled = exported.clone()
-        reports = compile_graph(compiled, plan)
-        require_fusions(reports, require_fused or {})
-        others = _write_graphs(compiled, evidence, plan, folder)
+        compiled, reports, others = _compiled(exported, evidence, plan, folder, required=require_fused or {})
+        write_layouts(folder, found_layouts, plan, opened.generation)
         if verify:
             shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
+            shipped += layout_checks(folder, found_layouts, plan, seed=seed)
             require_passed(shipped)
             checks += shipped + budget_checks(choice)
             notes += _note_unchecked(plan)
@@ -169,6 +175,11 @@ def export(
 def _stored_checks(checks: tuple[Check, ...], evidence: Evidence, *, verify: bool) -> tuple[Check, ...] | None:
     """What `write_records` stores; a decoder's certificate has rows too, and is made of what was written."""
     return checks if verify and not isinstance(evidence, DecoderEvidence) else None
+
+
+def _check_names(required: Mapping[str, int | Literal["all"]], disabled: Sequence[str]) -> None:
+    check_rules(required)
+    check_disabled(disabled)
 
 
 def _account(
@@ -209,19 +220,34 @@ def _certify(
     return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
-def _write_graphs(compiled: ir.Model, evidence: Evidence, plan: CompilePlan, folder: Path) -> tuple[PassReport, ...]:
-    """Write the graph that ships, and the one that a CPU packs for itself where they differ.
-
-    An encoder-decoder has a second graph, the encoder's, compiled here; returned is what was fused in that.
-    """
-    write_graph(compiled, folder)
-    if plan.target is CPU:
-        write_bare_graph(folder)
+def _write_encoder(evidence: Evidence, plan: CompilePlan, folder: Path) -> tuple[PassReport, ...]:
+    """The second graph of an encoder-decoder, compiled and written; what was fused in it."""
     if not isinstance(evidence, EncoderDecoderEvidence):
         return ()
     encoder, reports = compile_source(evidence.source, plan)
     write_source(encoder, folder)
     return reports
+
+
+def _compiled(
+    exported: ir.Model,
+    evidence: Evidence,
+    plan: CompilePlan,
+    folder: Path,
+    *,
+    required: Mapping[str, int | Literal["all"]],
+) -> tuple[ir.Model, tuple[PassReport, ...], tuple[PassReport, ...]]:
+    """Write the graphs that ship: the model's, the one that a CPU packs for itself, an encoder-decoder's encoder.
+
+    The first, what was fused in it, and what was fused in the encoder.
+    """
+    compiled = exported.clone()
+    reports = compile_graph(compiled, plan)
+    require_fusions(reports, required)
+    write_graph(compiled, folder)
+    if plan.target is CPU:
+        write_bare_graph(folder)
+    return compiled, reports, _write_encoder(evidence, plan, folder)
 
 
 def _with_cache_scales(

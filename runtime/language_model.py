@@ -32,6 +32,7 @@ from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
 from graphport.runtime.prefix_cache import checked_prefix_budget
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestArguments, RequestOptions
+from graphport.runtime.resident_memory import return_freed
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_state
@@ -185,6 +186,7 @@ class LanguageModel:
             )
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
+        return_freed()  # what reading the tokenizer took
         self.vocab_size = session.vocab_size
         self.threads = session.threads
         self.is_prepared = session.is_prepared

@@ -13,7 +13,7 @@ from typing import Any
 
 import onnxruntime
 
-from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER
+from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.cuda_libraries import note_missing_cudnn
@@ -34,6 +34,7 @@ from graphport.runtime.memory import MIB, free_memory, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
 from graphport.runtime.prepared import find_prepared, probe_problem
+from graphport.runtime.resident_memory import forget_mapped, return_freed
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
 # would otherwise be stored twice (an unfolded Reshape costs nothing).
@@ -118,6 +119,8 @@ def _open_prepared(bundle: BundleFiles, *, threads: int, entries: Mapping[str, s
     graph, probe = found
     try:
         session = cpu_session(graph, threads=threads, entries=entries)
+        forget_mapped(graph.with_name(WEIGHTS_FILE))
+        return_freed()
         problem = probe_problem(session, probe)
     except ORT_ERRORS as error:
         problem = " ".join(str(error).split())

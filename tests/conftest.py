@@ -1,7 +1,7 @@
 """Fixtures of all tests: the real models' files, one seed a test, one thread a worker.
 
-In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM and GRAPHPORT_GEMMA3, the
-checkout. Out: fixtures. Nothing downloads.
+In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM, GRAPHPORT_GEMMA3 and GRAPHPORT_GENAI, the checkout.
+Out: fixtures. Nothing downloads.
 """
 
 import os
@@ -50,6 +50,17 @@ def minilm_folder() -> Path:
 def gemma3_gguf() -> Path:
     """Path of gemma-3-270m-q4_k_m.gguf, which is fetched on demand only; without it the test is skipped."""
     return _real_file("GRAPHPORT_GEMMA3", "gemma-3-270m-q4_k_m.gguf", "examples/fetch_gemma3.py", is_needed=False)
+
+
+@pytest.fixture(scope="session")
+def genai_python() -> Path:
+    """The interpreter of an environment that has onnxruntime-genai; without it the test is skipped, or fails in CI."""
+    given = os.environ.get("GRAPHPORT_GENAI")
+    python = Path(given) if given else CHECKOUT / "build/genai/bin/python"
+    if not given and not (CHECKOUT / "build/genai/.installed").is_file():
+        message = f"{python.parent.parent} is not installed; run `make fetch` or set GRAPHPORT_GENAI to an interpreter"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
+    return python
 
 
 def _real_file(variable: str, name: str, command: str, member: str = "", *, is_needed: bool) -> Path:

@@ -19,6 +19,7 @@ from tiny_encoder_decoders import END, FAMILIES, PAD, START, make_encoder_decode
 
 from graphport.export.bundle import Bundle, write_graph
 from graphport.export.graph_pass import CompilePlan
+from graphport.export.layouts import LayoutError
 from graphport.export.model_export import export
 from graphport.export.pipeline import compile_graph
 from graphport.export.source_graph import compile_source, trace_source, write_source
@@ -206,4 +207,6 @@ def test_what_needs_a_text_to_be_rounded_is_refused(tmp_path: Path) -> None:
             export(tmp_path / "source", tmp_path / "bundle", precision=precision)
     with pytest.raises(TargetError, match="KV cache type 'int8' is not made of encoder-decoders"):
         export(tmp_path / "source", tmp_path / "bundle", precision="fp32", kv_cache="int8")
+    with pytest.raises(LayoutError, match="layout genai, .* is a decoder's, and this is an encoder-decoder"):
+        export(tmp_path / "source", tmp_path / "bundle", precision="fp32", layouts=["genai"])
     assert CPU.precision("int8").weight_bits == 8

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct, the whole way: transformers, our eager module, the fp32 and int8 bundles, the runtime."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,7 +94,7 @@ def bundles(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
     folder = tmp_path_factory.mktemp("smollm2")
     paths = {name: folder / name for name in ("fp32", "int8", "int4", "gguf")}
-    export(smollm2_gguf, paths["fp32"], precision="fp32", verify=False)
+    export(smollm2_gguf, paths["fp32"], precision="fp32", verify=False, layouts=("genai", "optimum"))
     export(smollm2_gguf, paths["int8"], precision="int8", verify=True)
     export(smollm2_gguf, paths["int4"], precision="int4", verify=False)
     export(smollm2_gguf, paths["gguf"], verify=True, require_exact=True)
@@ -240,6 +241,29 @@ def test_eval_of_the_int8_bundle_against_its_gguf(
     assert 0 < fidelity["kl_mean"] <= INT8_KL
     assert fidelity["top1_agreement"] == pytest.approx(expected.top1, abs=2 / length)  # near-ties
     assert 0 < fidelity["widest_flip"] <= 2 * fidelity["max_abs_logit_difference"]
+
+
+def test_onnxruntime_genai_continues_as_the_runtime_does(
+    bundles: dict[str, Path], fp32: LanguageModel, genai_python: Path
+) -> None:
+    assert fp32.tokenizer is not None
+    prompts = [fp32.tokenizer.encode(prompt) for prompt in PROMPTS]
+    command = [genai_python, Path(__file__).with_name("run_genai.py"), bundles["fp32"], json.dumps(prompts), "32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outputs = fp32.generate(prompts, SamplingParams(max_new_tokens=32, temperature=0.0))
+    ours = [list(o.token_ids[:-1] if o.finish_reason == "stop" else o.token_ids) for o in outputs]  # theirs has no end
+    assert json.loads(done.stdout) == ours
+
+
+def test_layouts_of_smollm2_compute_its_logits(bundles: dict[str, Path]) -> None:
+    from graphport.export.layout_parity import layout_check
+    from graphport.export.layouts import LAYOUTS
+    from graphport.model_def.signature import read_manifest
+
+    manifest = read_manifest(bundles["fp32"])
+    for layout in LAYOUTS:
+        assert layout_check(bundles["fp32"], layout, manifest.config, max_length=manifest.max_length, seed=0).passed
 
 
 def test_every_layer_is_fused_in_at_most_320_nodes(bundles: dict[str, Path]) -> None:

@@ -56,6 +56,10 @@ def export(
     disable_pass: Annotated[
         list[str] | None, typer.Option(metavar="RULE", help="Do without this fusion; may be repeated.")
     ] = None,
+    layout: Annotated[
+        list[str] | None,
+        typer.Option(metavar="genai|optimum", help="Also write a graph for this runtime; may be repeated."),
+    ] = None,
     no_prepare: Annotated[
         bool, typer.Option("--no-prepare", help="Do not pack a GGUF file's blocks for this machine's processor.")
     ] = False,
@@ -88,6 +92,7 @@ def export(
             require_fused=required,
             require_exact=require_exact,
             disable_passes=tuple(disable_pass or ()),
+            layouts=tuple(layout or ()),
             force=force,
             progress=progress,
         )

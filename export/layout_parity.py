@@ -1,0 +1,107 @@
+"""A layout's graph against the bundle's own: the same logits to the last bit, in a prompt and in the steps after it.
+
+In: a bundle folder with both graphs. Out: a check for the certificate. Caches grow as onnxruntime-genai and optimum let
+them; it knows neither (the tests run the real onnxruntime-genai).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.graph_runner import open_on_cpu
+from graphport.export.layouts import ATTENTION_MASK, Layout
+from graphport.model_def.certificate import Check
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import (
+    GRAPH_FILE,
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_ROWS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    past_key,
+    past_value,
+    present_key,
+    present_value,
+)
+
+_PROMPT, _STEPS = 12, 3
+
+Arrays = dict[str, NDArray[Any]]
+
+
+class GrowingRunner:
+    """One session over a decoder's graph on the CPU; its caches are arrays that grow by every run."""
+
+    def __init__(self, path: Path, config: TransformerConfig) -> None:
+        self._session = open_on_cpu(path, optimize=False)
+        layers = range(config.num_layers)
+        attention = config.blocks[0].attention
+        self._cache_shape = (attention.num_kv_heads, 0, attention.head_dim)
+        self._past = [name for layer in layers for name in (past_key(layer), past_value(layer))]
+        self._present = [name for layer in layers for name in (present_key(layer), present_value(layer))]
+
+    def empty_cache(self, batch: int) -> Arrays:
+        """Caches [batch, K, 0, H] by input name."""
+        return {name: np.zeros((batch, *self._cache_shape), np.float32) for name in self._past}
+
+    def run(self, inputs: Arrays, past: Arrays) -> tuple[NDArray[np.float32], Arrays]:
+        """Logits as the graph gives them, and the caches after the step."""
+        logits, *caches = self._session.run([LOGITS, *self._present], {**inputs, **past})
+        return logits, dict(zip(self._past, caches, strict=True))
+
+
+def layout_checks(folder: Path, layouts: Sequence[Layout], plan: CompilePlan, *, seed: int) -> tuple[Check, ...]:
+    """One check a layout in `folder`."""
+    return tuple(layout_check(folder, layout, plan.config, max_length=plan.max_length, seed=seed) for layout in layouts)
+
+
+def layout_check(folder: Path, layout: Layout, config: TransformerConfig, *, max_length: int, seed: int) -> Check:
+    """A prompt in one piece and tokens one by one, by both graphs; a shorter limit makes a shorter prompt."""
+    steps = min(_STEPS, max_length - 1)
+    prompt = min(_PROMPT, max_length - steps)
+    ids = np.random.default_rng(seed).integers(config.vocab_size, size=prompt + steps)
+    own = _logits(folder / GRAPH_FILE, config, ids, prompt, partial(_own_inputs, every_row=layout.every_row))
+    found = _logits(folder / layout.graph_file, config, ids, prompt, masked_inputs)
+    gap = np.abs(own - found)
+    return Check(
+        name=f"layout {layout.name}: {prompt} tokens and {steps} steps, max_abs to the bundle's graph",
+        measured=float(gap.max()) if np.isfinite(gap).all() else float("inf"),
+        tolerance=0.0,
+    )
+
+
+def masked_inputs(ids: NDArray[np.int64], total: int) -> Arrays:
+    """What a layout's graph is called by for new ids [S] of one text of `total` tokens."""
+    return {INPUT_IDS: ids[np.newaxis], ATTENTION_MASK: np.ones((1, total), np.int64)}
+
+
+def _own_inputs(ids: NDArray[np.int64], total: int, *, every_row: bool) -> Arrays:
+    return {
+        INPUT_IDS: ids[np.newaxis],
+        SEQLENS_K: np.array([total - 1], np.int32),
+        TOTAL_SEQUENCE_LENGTH: np.array(total, np.int32),
+        LOGITS_ROWS: np.arange(0 if every_row else len(ids) - 1, len(ids)),
+    }
+
+
+def _logits(
+    path: Path,
+    config: TransformerConfig,
+    ids: NDArray[np.int64],
+    prompt: int,
+    inputs: Callable[[NDArray[np.int64], int], Arrays],
+) -> NDArray[np.float32]:
+    """Rows of logits as the graph gives them, [rows, V]."""
+    runner = GrowingRunner(path, config)
+    past, rows, begin = runner.empty_cache(1), [], 0
+    for end in range(prompt, len(ids) + 1):
+        logits, past = runner.run(inputs(ids[begin:end], end), past)
+        rows.append(logits.reshape(-1, config.vocab_size))
+        begin = end
+    return np.concatenate(rows)
