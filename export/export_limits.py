@@ -90,9 +90,10 @@ def require_image_precision(target: Target, precision: Precision) -> None:
 
 
 def require_source_precision(target: Target, precision: Precision, cache: CacheFormat | None) -> None:
-    """Refuse what is calibrated on a text alone, which a decoder that reads a source has not."""
-    if precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS:
-        known = "fp32, int8" if target is CPU else "fp16, bf16, int8"
+    """Refuse what is calibrated on a text alone, which a decoder that reads a source has not, and bfloat16."""
+    rounds_on_text = precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS
+    if rounds_on_text or precision.activations == "bfloat16":  # keys and values of a source pass through NumPy
+        known = "fp32, int8" if target is CPU else "fp16, int8"
         raise TargetError(f"precision {precision.name} is not made of encoder-decoders; choose {known}")
     if cache is not None:
         raise TargetError(f"KV cache type {cache.name!r} is not made of encoder-decoders; choose --kv-cache auto")

@@ -39,6 +39,8 @@ class SourceRows:
         self.generation = 0
         self.capacity = 0
         self._max_slots = max_slots
+        self._marks = np.zeros(max_slots, np.int64)  # slots of one mark hold one source
+        self._num_written = 0
         self._num_slots = 0
         self._new_buffer = new_buffer
         self._free = free
@@ -50,14 +52,19 @@ class SourceRows:
         for buffer, tokens in zip(self.buffers, rows, strict=True):
             buffer.write_tokens(slot, 0, tokens)
         self.lengths[slot] = length
+        self._num_written += 1
+        self._marks[slot] = self._num_written
 
     def copy_slot(self, source: int, target: int) -> None:
-        """Give slot `target` the source of slot `source`."""
+        """Give slot `target` the source of slot `source`; nothing moves where it has that already, as beams do."""
+        if self._marks[source] == self._marks[target]:
+            return
         self.reserve(target + 1, 1)
         length = int(self.lengths[source])
         for buffer in self.buffers if length else ():
             buffer.copy_row(buffer, source, target, length)
         self.lengths[target] = length
+        self._marks[target] = self._marks[source]
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Make room for sources of `length` tokens in the first `num_slots` slots. Raises NotEnoughMemoryError."""

@@ -205,8 +205,10 @@ def test_what_needs_a_text_to_be_rounded_is_refused(tmp_path: Path) -> None:
             TargetError, match=f"precision {precision} is not made of encoder-decoders; choose fp32, int8"
         ):
             export(tmp_path / "source", tmp_path / "bundle", precision=precision)
+    with pytest.raises(TargetError, match="precision bf16 is not made of encoder-decoders; choose fp16, int8"):
+        export(tmp_path / "source", tmp_path / "bundle", target="cuda", precision="bf16")
     with pytest.raises(TargetError, match="KV cache type 'int8' is not made of encoder-decoders"):
         export(tmp_path / "source", tmp_path / "bundle", precision="fp32", kv_cache="int8")
-    with pytest.raises(LayoutError, match="layout genai, .* is a decoder's, and this is an encoder-decoder"):
+    with pytest.raises(LayoutError, match=r"layout genai, .* is a decoder's, and this is an encoder-decoder"):
         export(tmp_path / "source", tmp_path / "bundle", precision="fp32", layouts=["genai"])
     assert CPU.precision("int8").weight_bits == 8
