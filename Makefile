@@ -153,6 +153,11 @@ bench-growth: $(installed) ## decode time against context and model width; write
 bench-engine: $(missing) ## time batches, drafts, cached beginnings and grammars on the bundle; writes RESULTS
 	$(bin)/python benchmarks/engine.py $(out) --out $(RESULTS) $(OPTIONS)
 
+.PHONY: bench-servers
+bench-servers: $(missing) ## time the server of the bundle and llama.cpp's, which is built in build/peers; writes RESULTS
+	@if [ -f $(settings) ]; then source=$$(head -n 1 $(settings)); else source=$(call quote,$(MODEL)); fi; \
+		$(bin)/python benchmarks/servers.py "$$source" $(out) --out $(RESULTS) $(OPTIONS)
+
 .PHONY: bench-soak
 bench-soak: $(missing) ## ask a server of the bundle 2,000 mixed requests and verify every answer; writes RESULTS
 	$(bin)/python benchmarks/soak.py $(out) --out $(RESULTS) $(OPTIONS)

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import engine_prompts
@@ -94,8 +95,7 @@ def batched_decoding(setting: Setting) -> list[Figure]:
         for batch in BATCHES:
             prompts = random.integers(lm.vocab_size, size=(batch, BATCH_PROMPT)).tolist()
             first, whole = setting.times(
-                lambda p=prompts: lm.generate(p, _greedy(1)),  # type: ignore[misc]  # of this round
-                lambda p=prompts: lm.generate(p, _greedy(setting.new_tokens)),  # type: ignore[misc]
+                partial(lm.generate, prompts, _greedy(1)), partial(lm.generate, prompts, _greedy(setting.new_tokens))
             )
             rates[batch] = batch * (setting.new_tokens - 1) / (whole - first)
     return [
@@ -123,9 +123,9 @@ def prompt_lookup(setting: Setting) -> list[Figure]:
             after = lm.statistics
             drafted, right = after.num_drafted - before.num_drafted, after.num_drafted_right - before.num_drafted_right
             first, plain, drafting = setting.times(
-                lambda ids=ids: [lm.generate([each], _greedy(1)) for each in ids],  # type: ignore[misc]
-                lambda ids=ids, params=params: [lm.generate([each], params, speculate=False) for each in ids],  # type: ignore[misc]
-                lambda ids=ids, params=params: [lm.generate([each], params) for each in ids],  # type: ignore[misc]
+                partial(_one_by_one, lm, ids, _greedy(1)),
+                partial(_one_by_one, lm, ids, params, speculate=False),
+                partial(_one_by_one, lm, ids, params),
             )
             widest = max(leads)
             ids_same = f"first differences at leads up to {widest:.2f} logits" if widest else "same ids"
@@ -134,6 +134,11 @@ def prompt_lookup(setting: Setting) -> list[Figure]:
             )
             figures.append(Figure(what=f"prompt lookup, {what}", value=value, goal=goal))
     return figures
+
+
+def _one_by_one(lm: LanguageModel, prompts: list[list[int]], params: SamplingParams, *, speculate: bool = True) -> None:
+    for prompt in prompts:
+        lm.generate([prompt], params, speculate=speculate)
 
 
 def _lead_of_difference(lm: LanguageModel, ids: list[int], params: SamplingParams) -> float:
@@ -153,7 +158,7 @@ def cached_prefix(setting: Setting) -> list[Figure]:
     with setting.load(max_batch=1, prefix_cache_bytes=1 << 30) as lm:
 
         def prompt(length: int) -> list[int]:
-            return random.integers(lm.vocab_size, size=length).tolist()  # type: ignore[no-any-return]
+            return random.integers(lm.vocab_size, size=length).tolist()  # type: ignore[no-any-return]  # of numpy's
 
         prefix = prompt(PREFIX_TOKENS)
         lm.generate([prefix], _greedy(1))

@@ -13,6 +13,17 @@ from pathlib import Path
 
 from peer_process import HERE, PeerError
 
+# One file that needs nothing beside it, without what it can do beyond serving; its page would be fetched.
+_SERVER_ALONE = (
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_UI=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+)
+
 
 def environment(name: str, folder: Path) -> Path:
     """Interpreter of a virtual environment with what `requirements_NAME.txt` pins, below `folder`. Raises PeerError."""
@@ -30,6 +41,31 @@ def environment(name: str, folder: Path) -> Path:
     _logged([python, "-m", "pip", "install", "--requirement", HERE / f"requirements_{name}.txt"], log)
     stamp.write_text(wanted, encoding="utf-8")
     return python
+
+
+def llama_server(folder: Path) -> Path:
+    """llama.cpp's server, of the version in `requirements_llama_cpp.txt`, built below `folder`. Raises PeerError."""
+    python = environment("llama_server", folder)
+    lines = (HERE / "requirements_llama_cpp.txt").read_text(encoding="utf-8").splitlines()
+    wanted = next(line for line in lines if line.startswith("llama-cpp-python=="))
+    place = python.parents[1]
+    server, stamp, work = place / "llama-server", place / "built_from.txt", place / "work"
+    if server.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return server
+    log = Path(f"{place}.log")
+    print(f"building {server} (log: {log})", file=sys.stderr)
+    shutil.rmtree(work, ignore_errors=True)
+    archive = ("--no-deps", "--no-binary", "llama-cpp-python", "--dest", work)
+    _logged([python, "-m", "pip", "download", *archive, wanted], log)
+    _logged([python, "-m", "tarfile", "--extract", next(work.glob("*.tar.gz")), work], log)
+    cmake, sources = python.with_name("cmake"), next(work.glob("*/vendor/llama.cpp"))
+    tools = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={python.with_name('ninja')}", "-DCMAKE_BUILD_TYPE=Release")
+    _logged([cmake, "-S", sources, "-B", work / "build", *tools, *_SERVER_ALONE], log)
+    _logged([cmake, "--build", work / "build", "--target", "llama-server"], log)
+    shutil.move(work / "build/bin/llama-server", server)
+    stamp.write_text(wanted, encoding="utf-8")
+    shutil.rmtree(work)
+    return server
 
 
 def genai_model(source: Path, python: Path, folder: Path) -> Path:

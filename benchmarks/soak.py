@@ -21,32 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from http.client import HTTPConnection
 from pathlib import Path
-from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # it has no types
 from machine import commit, describe_machine
+from soak_callers import Case, Said, SlowReader, ask, mixed_cases
 
-WORDS = ("the", "cat", "sat", "on", "mat,", "and", "told", "a", "long", "story", "42", "& “gold”", "😀", "你好", "\n")
-SCHEMA = {
-    "type": "object",
-    "properties": {"color": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["color", "count"],
-    "additionalProperties": False,
-}
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 MOST_GROWTH = 0.02
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One request. `is_left`: its caller reads some bytes and leaves."""
-
-    kind: str
-    path: str
-    body: dict[str, Any]
-    is_left: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,77 +48,6 @@ class Soak:
         quarter = len(half) // 2
         begin, end = sorted(half[:quarter]), sorted(half[-quarter:])
         return end[len(end) // 2] / begin[len(begin) // 2] - 1
-
-
-def mixed_cases(model: str, count: int, *, seed: int, most_words: int, most_tokens: int) -> list[Case]:
-    """`count` different requests of all kinds."""
-    rng = random.Random(seed)
-    return [_case(model, number, rng, most_words, most_tokens) for number in range(count)]
-
-
-def _case(model: str, number: int, rng: random.Random, most_words: int, most_tokens: int) -> Case:
-    text = " ".join(rng.choices(WORDS, k=rng.randint(1, most_words)))
-    body: dict[str, Any] = {"model": model, "max_tokens": rng.randint(1, most_tokens), "temperature": 0}
-    plain, chat = body | {"prompt": text}, body | {"messages": [{"role": "user", "content": text}]}
-    sampled = {"temperature": 1.1, "top_p": 0.95, "seed": number}
-    shape = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
-    match number % 8:
-        case 0:
-            return Case(kind="greedy", path=COMPLETIONS, body=plain)
-        case 1:
-            return Case(kind="chat, streamed", path=CHATS, body=chat | {"stream": True})
-        case 2:
-            return Case(kind="sampled", path=CHATS, body=chat | sampled)
-        case 3:
-            return Case(kind="two samples, streamed", path=COMPLETIONS, body=plain | sampled | {"n": 2, "stream": True})
-        case 4:
-            constrained = {"response_format": shape, "max_tokens": 40}
-            return Case(kind="constrained", path=CHATS, body=chat | sampled | constrained)
-        case 5:
-            return Case(kind="cancelled", path=CHATS, body=chat | {"stream": True, "ignore_eos": True}, is_left=True)
-        case 6:
-            wrong = rng.choice(({"temperature": -1}, {"max_tokens": 10**9}, {"stop": [""]}, {"colour": 1}))
-            return Case(kind="refused", path=CHATS, body=chat | wrong)
-    return Case(kind="stop string", path=COMPLETIONS, body=plain | sampled | {"stop": ["e", "the"], "logprobs": 2})
-
-
-Said = tuple[int, Any] | None  # status and texts with reasons, or the error
-
-
-def ask(host: str, port: int, case: Case) -> Said:
-    """What an answer says: the status, and texts and reasons by index (of a refusal, the error)."""
-    connection = HTTPConnection(host, port, timeout=600)
-    try:
-        connection.request("POST", case.path, json.dumps(case.body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        if case.is_left:
-            response.read1(1 + case.body["max_tokens"] % 400)
-            return None
-        data = response.read()
-    finally:
-        connection.close()
-    if response.status != 200 or not case.body.get("stream"):
-        record = json.loads(data)
-        return response.status, record.get("error") or [_said(choice) for choice in record["choices"]]
-    return response.status, _streamed(data.decode())
-
-
-def _said(choice: dict[str, Any]) -> tuple[str, str]:
-    return choice["text"] if "text" in choice else choice["message"]["content"], choice["finish_reason"]
-
-
-def _streamed(text: str) -> list[tuple[str, str]]:
-    *pieces, end, _ = text.split("\n\n")
-    assert end == "data: [DONE]", end
-    found: dict[int, tuple[str, str]] = {}
-    for piece in pieces:
-        record = json.loads(piece.removeprefix("data: "))
-        assert "error" not in record, record
-        for choice in record["choices"]:
-            said = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            before = found.get(choice["index"], ("", ""))[0]
-            found[choice["index"]] = before + said, choice["finish_reason"] or ""
-    return [found[index] for index in sorted(found)]
 
 
 def run_soak(
@@ -227,6 +137,7 @@ def main() -> int:
         resident = psutil.Process(process.pid)
         alone = [ask(host, port, case) for case in cases]
         print(f"{len(cases)} requests were asked alone", file=sys.stderr)
+        slow = SlowReader(host, port, cases[0])
         soak = run_soak(
             host,
             port,
@@ -238,6 +149,8 @@ def main() -> int:
             memory=lambda: resident.memory_info().rss,
             note=lambda line: print(line, file=sys.stderr),
         )
+        if (said := slow.rest()) != alone[0]:
+            soak.wrong.append(f"a byte a second: {said!r} instead of {alone[0]!r}")
         for connection in connections:
             connection.close()
     text = markdown(soak, arguments.idle)
@@ -259,7 +172,8 @@ def markdown(soak: Soak, num_idle: int) -> str:
             "",
             f"`python benchmarks/soak.py {shlex.join(sys.argv[1:])}`, commit {commit()}, {describe_machine()}.",
             "",
-            f"{total} requests in {soak.seconds:.0f} s beside {num_idle} idle connections; "
+            f"{total} requests in {soak.seconds:.0f} s beside {num_idle} idle connections and a caller who reads a "
+            "byte a second; "
             f"{len(soak.wrong)} answers differed from those asked alone. Resident memory in MiB: {sizes}; growth over "
             f"the last half {soak.growth:+.2%} (at most {MOST_GROWTH:.0%}).",
             "",

@@ -17,7 +17,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphport.model_def.certificate import Check
-from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.signature import GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE, FileRecord, Manifest
 
 # Weights above this go to the data file; a graph of matrices this small stays far below protobuf's 2 GiB.
@@ -116,8 +116,3 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def record_files(folder: Path) -> dict[str, FileRecord]:
     """Size and SHA-256 of every file of a folder, by name."""
     return {path.name: record_file(path) for path in sorted(folder.iterdir())}
-
-
-def record_file(path: Path) -> FileRecord:
-    """Size and SHA-256 of a file."""
-    return FileRecord(size=path.stat().st_size, sha256=hash_file(path))

@@ -1,6 +1,6 @@
 """A decoder graph on the CPU as a certificate's runs feed it: past and present are one buffer, as where it serves.
 
-In: a graph file. Out: logits. Only as much of a cache as the runs need (see `certified_runs.CachedModel`); the runtime
+In: a graph file. Out: logits. Only as much of a cache as the runs need (see `decoder_runs.CachedModel`); the runtime
 proper is `graphport.runtime`.
 """
 

@@ -28,19 +28,19 @@ def activation_ranges(model: Transformer, windows: Sequence[Sequence[int]]) -> R
     return ranges
 
 
-def image_ranges(model: Transformer, batches: Sequence[Tensor]) -> Ranges:
+def image_ranges(model: Transformer, batches: Sequence[NDArray[np.float32]]) -> Ranges:
     """`activation_ranges` over batches of pixels [B, C, h, w]."""
     ranges: Ranges = {}
     for pixels in batches:
-        _watch(model, pixels, functools.partial(_keep_ranges, ranges))
+        _watch(model, torch.from_numpy(pixels), functools.partial(_keep_ranges, ranges))
     return ranges
 
 
-def image_peaks(model: Transformer, batches: Sequence[Tensor]) -> dict[str, float]:
+def image_peaks(model: Transformer, batches: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     """`activation_peaks` over batches of pixels [B, C, h, w]."""
     peaks: dict[str, float] = {}
     for pixels in batches:
-        _watch(model, pixels, functools.partial(_keep_peaks, peaks))
+        _watch(model, torch.from_numpy(pixels), functools.partial(_keep_peaks, peaks))
     return peaks
 
 

@@ -4,7 +4,6 @@ In: the eager module and the graphs. Out: checks. Neighbours are compared, so th
 """
 
 import dataclasses
-import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,14 +17,13 @@ from graphport.export.bundle import write_graph
 from graphport.export.calibrate_cache import cache_scales, round_rows
 from graphport.export.graph_pass import CacheScales, CompilePlan
 from graphport.export.graph_runner import GraphRunner
-from graphport.export.layer_errors import LayerErrors
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check
-from graphport.model_def.certified_runs import NUM_IDS, num_reaching, text_length
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.decoder_runs import NUM_IDS, num_reaching, text_length
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.model_def.transformer import Transformer
@@ -47,12 +45,26 @@ def parity_ids(config: TransformerConfig, tokenizer_json: str | None, *, max_len
 
 def text_ids(text: str, config: TransformerConfig, tokenizer_json: str | None, *, length: int, seed: int) -> list[int]:
     """The first `length` ids of `text`; random ones when there is no tokenizer or it does not fit the model."""
-    if tokenizer_json is not None:
-        ids: list[int] = plain_tokenizer(tokenizer_json).encode(text).ids
-        if len(ids) >= length and max(ids) < config.vocab_size:
-            return ids[:length]
+    ids = _encoded(text, config, tokenizer_json)
+    if ids is not None and len(ids) >= length:
+        return ids[:length]
     random = np.random.default_rng(seed)
     return [int(i) for i in random.integers(config.vocab_size, size=length)]
+
+
+def text_origin(ids: Sequence[int], config: TransformerConfig, tokenizer_json: str | None, *, seed: int) -> str:
+    """Where `ids` of `text_ids` come from, in words."""
+    english = _encoded(PARITY_TEXT, config, tokenizer_json)
+    is_text = english is not None and list(ids[: len(english)]) == english[: len(ids)]
+    return "the shipped English text" if is_text else f"seeded random ids ({seed})"
+
+
+def _encoded(text: str, config: TransformerConfig, tokenizer_json: str | None) -> list[int] | None:
+    """All ids of `text`; None without a tokenizer, and for one that does not fit the model."""
+    if tokenizer_json is None:
+        return None
+    ids: list[int] = plain_tokenizer(tokenizer_json).encode(text).ids
+    return ids if max(ids, default=0) < config.vocab_size else None
 
 
 def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
@@ -60,65 +72,6 @@ def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
     with torch.inference_mode():
         logits: NDArray[np.float32] = model(torch.tensor([list(ids)]))[0].numpy()
     return logits
-
-
-class DecoderEvidence:
-    """Ids to compare on, and the checks of each stage; without a model those that need no reference."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        tokenizer_json: str | None,
-        *,
-        max_length: int,
-        seed: int,
-        model: Transformer | None = None,
-    ) -> None:
-        self.ids = parity_ids(config, tokenizer_json, max_length=max_length, seed=seed)
-        self._model = model
-        self.layers = None if model is None else LayerErrors(model, self.ids)
-
-    @functools.cached_property
-    def reference(self) -> NDArray[np.float32]:
-        """What the eager module gives."""
-        assert self._model is not None
-        return eager_logits(self._model, self.ids)
-
-    def certify_stages(
-        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
-    ) -> tuple[Check, ...]:
-        """See the function of this name."""
-        observe("running eager PyTorch")
-        trace = None if self.layers is None else functools.partial(self.layers.measure, plain=True)
-        return certify_stages(exported, plan, self.ids, self.reference, folder=folder, observe=observe, trace=trace)
-
-    def certify_bundle(
-        self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
-    ) -> tuple[Check, ...]:
-        """Check the KV cache of what ships; its logits are checked with the runs of its certificate."""
-        if plan.cache is None:
-            return ()
-        observe("parity of the KV cache")
-        return certify_cache(exported, plan, self.ids, folder=folder)
-
-    def certify_shipped(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
-        """Check the graph in `folder` against eager in one piece."""
-        runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
-        return (check_shipped(plan, len(self.ids), self.reference, runner.logits(self.ids)),)
-
-    def certify_alone(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
-        """Check that chunks and single steps of the graph in `folder` give the logits of one piece."""
-        runner = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True)
-        whole, parts = runner.logits(self.ids), runner.logits(self.ids, chunks=pieces(len(self.ids)))
-        what = f"{len(self.ids)} tokens, chunks and steps against one piece"
-        return (check(*_stage(plan), what, compare(whole, parts)),)
-
-
-def _stage(plan: CompilePlan) -> tuple[str, str]:
-    """Stage and figure whose tolerance bounds how far chunks and steps may be from one piece."""
-    if plan.cache is not None:
-        return f"{plan.cache.name} cache", "kl"
-    return ("compiled", "max_abs") if plan.precision.weight_bits is None else (plan.precision.name, "kl")
 
 
 def certify_stages(
@@ -157,7 +110,9 @@ def _check_exported(
     write_graph(exported, folder)
     head = ids[:NUM_EXPORTED_IDS]
     steps = [1] * min(4, len(head) - 1)
-    found = GraphRunner(folder / GRAPH_FILE, plan.config).logits(head, chunks=(len(head) - len(steps), *steps))
+    found = GraphRunner(folder / GRAPH_FILE, plan.config, plans_memory=False).logits(
+        head, chunks=(len(head) - len(steps), *steps)
+    )
     return (check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)),)
 
 

@@ -8,15 +8,16 @@ import dataclasses
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from graphport.export.bundle import write_graph
+from graphport.export.bundle import record_file, write_graph, write_json
 from graphport.export.certify import text_ids
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import check, compare
@@ -25,8 +26,10 @@ from graphport.export.source_graph import compile_source, trace_source, write_so
 from graphport.export.source_runner import SourceRunner
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check
+from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.parity_text import PARITY_TEXT
+from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Manifest
 from graphport.model_def.transformer import Transformer
 
 # Tokens of each source, and of the decoder's text; those beyond a limit are cut to it.
@@ -47,6 +50,7 @@ class EncoderDecoderEvidence:
         max_length: int,
         seed: int,
         model: Transformer | None = None,
+        inputs: Inputs | None = None,  # noqa: ARG002 - of every kind's evidence; these are made here
     ) -> None:
         assert config.encoder is not None
         lengths = [min(length, config.encoder.max_positions) for length in SOURCE_LENGTHS]
@@ -96,7 +100,7 @@ class EncoderDecoderEvidence:
                 check("compiled", "max_abs", f"{what}, chunks and steps", compare(self.reference, parts)),
             )
 
-    def certify_bundle(
+    def certify_cache(
         self,
         exported: ir.Model,  # noqa: ARG002 - of every kind's evidence
         plan: CompilePlan,
@@ -104,7 +108,7 @@ class EncoderDecoderEvidence:
         folder: Path,
         observe: Callable[[str], None],
     ) -> tuple[Check, ...]:
-        """Check what ships in `folder` where the CPU runs it."""
+        """Check all of what ships in `folder`, its cache with it, where the CPU runs it."""
         if plan.target is not CPU:
             return ()
         observe("parity of the bundle")
@@ -131,6 +135,20 @@ class EncoderDecoderEvidence:
         self, runner: SourceRunner, *, chunks: Sequence[int] = (), pad_id: int = 0, extra: int = 0
     ) -> NDArray[np.float32]:
         return np.concatenate(runner.logits(self.sources, self.ids, chunks=chunks, pad_id=pad_id, extra=extra))
+
+
+def add_checks(folder: Path, manifest: Manifest, candidate: Mapping[str, Any], checks: tuple[Check, ...]) -> Manifest:
+    """Write the checks as the bundle's certificate and list it in the manifest there, which is returned.
+
+    It holds no rows: `verify` runs the evidence again from the graphs, and from the source where it is given.
+    """
+    path = folder / CERTIFICATE_FILE
+    plain = [{**dataclasses.asdict(one), "passed": one.passed} for one in checks]
+    write_json(path, {"format": "checks alone", "candidate": dict(candidate), "checks": plain})
+    files = dict(sorted({**manifest.files, path.name: record_file(path)}.items()))
+    listed = dataclasses.replace(manifest, files=files)
+    (folder / MANIFEST_FILE).write_text(listed.to_json(), encoding="utf-8")
+    return listed
 
 
 def source_logits(model: Transformer, source: Sequence[int], ids: Sequence[int]) -> NDArray[np.float32]:

@@ -20,6 +20,11 @@ STATE_TOLERANCES: dict[tuple[str, str], float] = {
     ("int8", "cosine"): 0.01,  # 7.5e-4
     ("int4", "cosine"): 0.1,  # 0.041
     ("neighbours", "relative"): 5e-5,  # 1.9e-8
+    ("neighbours", "cosine"): 1e-3,  # 1.7e-4 in int4: the kernels for one row round otherwise than those for many
+    ("fp16", "cosine"): 1e-3,  # not measured on a GPU yet, as the next
+    ("bf16", "cosine"): 0.01,
+    ("repeated", "relative"): 1e-5,  # 0: the same kernels on the same rows
+    ("repeated", "cosine"): 0.005,  # of a rounded model: kernels of another processor round other activations
 }
 
 

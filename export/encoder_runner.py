@@ -6,20 +6,14 @@ ONNX Runtime's optimiser is off unless asked for; the runtime proper is `graphpo
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphport.export.graph_runner import open_on_cpu
+from graphport.model_def.certified_inputs import Row
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, LOGITS, TOKEN_TYPE_IDS
-
-
-class Row(NamedTuple):
-    """One text: ids [S] and the type of each token [S]."""
-
-    ids: Sequence[int]
-    types: Sequence[int]
 
 
 class States(NamedTuple):
@@ -42,14 +36,9 @@ class EncoderRunner:
 
     def states(self, rows: Sequence[Row], *, pad_id: int = 0, length: int = 0) -> States:
         """The states of `rows` as one batch, padded with `pad_id` to the longest row or to `length`."""
-        lengths = np.array([len(row.ids) for row in rows], np.int32)
-        shape = (len(rows), max(length, *lengths.tolist()))
-        feed = {INPUT_IDS: np.full(shape, pad_id, np.int64), TOKEN_TYPE_IDS: np.zeros(shape, np.int64)}
-        for index, row in enumerate(rows):
-            feed[INPUT_IDS][index, : len(row.ids)] = row.ids
-            feed[TOKEN_TYPE_IDS][index, : len(row.ids)] = row.types
-        known = {name: array for name, array in feed.items() if name in self._inputs}
-        found = dict(zip(self._outputs, self._session.run(None, known | {LENGTHS: lengths}), strict=True))
+        feed = self._feed(rows, pad_id=pad_id, length=length)
+        lengths = feed[LENGTHS]
+        found = dict(zip(self._outputs, self._session.run(None, feed), strict=True))
         hidden = [states[:count] for states, count in zip(found[HIDDEN_STATES], lengths, strict=True)]
         if EMBEDDINGS in found:
             return States(hidden, list(found[EMBEDDINGS]))
@@ -58,3 +47,18 @@ class EncoderRunner:
         pairs = zip(found[LOGITS], lengths, strict=True)
         per_token = found[LOGITS].ndim == 3
         return States(hidden, [row[:count] if per_token else row for row, count in pairs])
+
+    def run_rows(self, rows: Sequence[Row], output: str) -> NDArray[np.float32]:
+        """See `encoder_runs.TextModel`."""
+        (found,) = self._session.run([output], self._feed(rows, pad_id=0, length=0))
+        values: NDArray[np.float32] = found
+        return values
+
+    def _feed(self, rows: Sequence[Row], *, pad_id: int, length: int) -> dict[str, NDArray[Any]]:
+        lengths = np.array([len(row.ids) for row in rows], np.int32)
+        shape = (len(rows), max(length, *lengths.tolist()))
+        feed = {INPUT_IDS: np.full(shape, pad_id, np.int64), TOKEN_TYPE_IDS: np.zeros(shape, np.int64)}
+        for index, row in enumerate(rows):
+            feed[INPUT_IDS][index, : len(row.ids)] = row.ids
+            feed[TOKEN_TYPE_IDS][index, : len(row.ids)] = row.types
+        return {name: array for name, array in feed.items() if name in self._inputs} | {LENGTHS: lengths}

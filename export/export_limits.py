@@ -9,12 +9,11 @@ import dataclasses
 from graphport.export.calibrate import activation_peaks, image_peaks
 from graphport.export.certify import parity_ids
 from graphport.export.graph_pass import name_site
-from graphport.export.parity_images import parity_images
 from graphport.export.source import SourceModel
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.position_config import ConfigError
-from graphport.model_def.positions import length_switch
+from graphport.model_def.position_config import ConfigError, length_switch
+from graphport.model_def.seeded_images import image_sizes, seeded_images
 
 FLOAT16_MAX = 65504.0
 
@@ -35,10 +34,9 @@ def require_numbers(*, seed: int, context: int | None) -> None:
 def require_float16_range(opened: SourceModel, config: TransformerConfig, *, max_length: int, seed: int) -> None:
     """Refuse a model whose activations on the parity text pass float16's largest number; names the first layer."""
     if config.image is not None:
-        what, peaks = (
-            "parity images",
-            image_peaks(opened.model, parity_images(config.image, max_length=max_length, seed=seed)),
-        )
+        sizes = image_sizes(config.image, max_length=max_length)
+        images = seeded_images(sizes, channels=config.image.channels, seed=seed)
+        what, peaks = "parity images", image_peaks(opened.model, images)
     else:
         ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
         source = None if config.encoder is None else ids[: config.encoder.max_positions]

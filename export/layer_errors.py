@@ -5,6 +5,7 @@ logits are (see `certify.py`), and `graphport diff` names the first place above 
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ class LayerErrors:
 
     @functools.cached_property
     def _eager(self) -> list[Values]:
-        eager = TracedEager("eager", self._model, capacity=self._capacity)
-        return [dict(eager.step(piece)) for piece in self._pieces]
+        """Values of each piece, of one pass: a token of a decoder does not see those after it."""
+        ids = [token for piece in self._pieces for token in piece]
+        whole = TracedEager("eager", self._model, capacity=self._capacity).step(ids)
+        ends = list(itertools.accumulate(len(piece) for piece in self._pieces))
+        cuts = [slice(begin, end) for begin, end in itertools.pairwise([0, *ends])]
+        return [{site: rows[cut] for site, rows in whole.items()} for cut in cuts]
 
     def measure(self, name: str, folder: Path, plan: CompilePlan, *, plain: bool = False) -> None:
         """Add the errors of the decoder graph in `folder`, compiled by `plan`, as `name`; `plain` as of `TracedGraph`.

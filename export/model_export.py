@@ -13,12 +13,12 @@ import onnx_ir as ir
 
 from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
-from graphport.export.bundle_certificate import add_certificate, bundle_certificate
+from graphport.export.bundle_certificate import add_certificate, bundle_certificate, describe_candidate
 from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import Ranges, activation_ranges, image_ranges
 from graphport.export.calibration import Calibration, CalibrationError, calibration_ids, read_calibration
-from graphport.export.certify import DecoderEvidence, calibrate_cache
-from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
+from graphport.export.certify import calibrate_cache
+from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence, add_checks
 from graphport.export.export_limits import (
     longest_context,
     note_pictures,
@@ -36,9 +36,8 @@ from graphport.export.kernel_advice import kernel_advice
 from graphport.export.layout_files import write_layouts
 from graphport.export.layout_parity import layout_checks
 from graphport.export.layouts import check_layouts, find_layouts
-from graphport.export.model_kinds import Evidence, kind_of
+from graphport.export.model_kinds import KindEvidence, kind_of
 from graphport.export.parity import require_passed
-from graphport.export.parity_images import parity_images
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
 from graphport.export.plan_weights import plan_weights
 from graphport.export.precision_budget import BudgetChoice, budget_checks, check_budget
@@ -57,6 +56,7 @@ from graphport.export.source_graph import compile_source, write_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.certificate import Check
+from graphport.model_def.seeded_images import image_sizes, seeded_images
 from graphport.model_def.signature import Manifest
 from graphport.model_def.transformer import Transformer
 
@@ -153,16 +153,16 @@ def export(
         compiled, reports, others = _compiled(exported, evidence, plan, folder, required=require_fused or {})
         write_layouts(folder, found_layouts, plan, opened.generation)
         if verify:
-            shipped = evidence.certify_bundle(exported, plan, folder=folder, observe=progress)
+            shipped = evidence.certify_cache(exported, plan, folder=folder, observe=progress)
             shipped += layout_checks(folder, found_layouts, plan, seed=seed)
             require_passed(shipped)
             checks += shipped + budget_checks(choice)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
         account = _account(reports, exported, compiled, plan, choice)
-        manifest = write_records(folder, opened, plan, account, _stored_checks(checks, evidence, verify=verify))
-        if verify and isinstance(evidence, DecoderEvidence):
-            checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, seed=seed, observe=progress)
+        manifest = write_records(folder, opened, plan, account)
+        if verify:
+            checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, observe=progress)
     return Bundle(
         path=out,
         manifest=manifest,
@@ -170,11 +170,6 @@ def export(
         certificate=checks,
         notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
-
-
-def _stored_checks(checks: tuple[Check, ...], evidence: Evidence, *, verify: bool) -> tuple[Check, ...] | None:
-    """What `write_records` stores; a decoder's certificate has rows too, and is made of what was written."""
-    return checks if verify and not isinstance(evidence, DecoderEvidence) else None
 
 
 def _check_names(required: Mapping[str, int | Literal["all"]], disabled: Sequence[str]) -> None:
@@ -204,23 +199,26 @@ def _account(
 def _certify(
     opened: SourceModel,
     plan: CompilePlan,
-    evidence: DecoderEvidence,
+    evidence: KindEvidence | EncoderDecoderEvidence,
     folder: Path,
     manifest: Manifest,
     stages: tuple[Check, ...],
     *,
-    seed: int,
     observe: Callable[[str], None],
 ) -> tuple[tuple[Check, ...], Manifest]:
     """Run what ships in `folder`, and write its certificate. Raises ParityError; all checks, and the new manifest."""
+    if isinstance(evidence, EncoderDecoderEvidence):
+        return stages, add_checks(folder, manifest, describe_candidate(plan), stages)
     certificate = bundle_certificate(
-        opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, seed=seed, observe=observe
+        opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, observe=observe
     )
     require_passed(certificate.checks)
     return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
-def _write_encoder(evidence: Evidence, plan: CompilePlan, folder: Path) -> tuple[PassReport, ...]:
+def _write_encoder(
+    evidence: KindEvidence | EncoderDecoderEvidence, plan: CompilePlan, folder: Path
+) -> tuple[PassReport, ...]:
     """The second graph of an encoder-decoder, compiled and written; what was fused in it."""
     if not isinstance(evidence, EncoderDecoderEvidence):
         return ()
@@ -231,7 +229,7 @@ def _write_encoder(evidence: Evidence, plan: CompilePlan, folder: Path) -> tuple
 
 def _compiled(
     exported: ir.Model,
-    evidence: Evidence,
+    evidence: KindEvidence | EncoderDecoderEvidence,
     plan: CompilePlan,
     folder: Path,
     *,
@@ -334,6 +332,6 @@ def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Cali
     if plan.precision.weight_bits is None or plan.matrices or plan.config.encoder is not None:
         return {}
     if plan.config.image is not None:
-        images = parity_images(plan.config.image, max_length=plan.max_length, seed=seed)
-        return image_ranges(opened.model, images[:1])
+        sizes = image_sizes(plan.config.image, max_length=plan.max_length)[:1]
+        return image_ranges(opened.model, seeded_images(sizes, channels=plan.config.image.channels, seed=seed))
     return activation_ranges(opened.model, calibration.windows[:1])  # more text moved int8 by no more than noise

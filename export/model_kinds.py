@@ -5,50 +5,72 @@ what it is compared on.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 from torch import nn
 
-from graphport.export.certify import DecoderEvidence
-from graphport.export.certify_encoder import EncoderEvidence
 from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
-from graphport.export.certify_images import ImageEvidence
+from graphport.export.decoder_evidence import DecoderEvidence
+from graphport.export.encoder_evidence import EncoderEvidence, Feed
 from graphport.export.graph_pass import CompilePlan
-from graphport.model_def.certificate import Check
+from graphport.export.image_feed import ImageFeed
+from graphport.export.text_feed import TextFeed
+from graphport.model_def.certificate import Check, Limit
+from graphport.model_def.certified_inputs import Inputs
+from graphport.model_def.compact_rows import CompactRows
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
+from graphport.model_def.played_runs import Evidence
 from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature, image_signature
 from graphport.model_def.source_encoder import check_can_translate
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
 from graphport.model_def.vision import ImageEncoder, check_can_encode_images
 
 
-class Evidence(Protocol):
-    """What a kind of model is compared on, and the checks of each stage."""
+class KindEvidence(Protocol):
+    """What a kind of model is compared on, and the evidence of each stage.
+
+    `inputs`: what the certificate's runs feed. `uncovered`: what they do not reach, in words. `original`: by output,
+    rows of the eager module. `layers`: by graph, errors of each place.
+    """
+
+    @property
+    def inputs(self) -> Inputs: ...  # noqa: D102 - above, as the next three
+
+    @property
+    def uncovered(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    @property
+    def original(self) -> Mapping[str, CompactRows]: ...  # noqa: D102
+
+    @property
+    def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
+        """What a bundle made by `plan` is held to."""
 
     def certify_stages(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
         """Check the exported graph and its fp32 compilation against eager."""
 
-    def certify_bundle(
+    def certify_cache(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
-        """Check all of what ships in `folder`."""
+        """Check the KV cache of what ships in `folder`, where there is one that rounds."""
 
-    def certify_shipped(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
-        """Check the graph in `folder` against eager."""
-
-    def certify_alone(self, plan: CompilePlan, *, folder: Path) -> tuple[Check, ...]:
-        """Check the graph in `folder` against itself, fed another way."""
+    def play(
+        self, plan: CompilePlan, *, folder: Path, limits: Sequence[Limit], observe: Callable[[str], None]
+    ) -> tuple[tuple[Check, ...], Evidence]:
+        """Play the certificate's runs on the graph in `folder`; also checks of whole rows, which are not shipped."""
 
 
 class MakesEvidence(Protocol):
-    """Chooses what to compare on; `model` is the eager reference, needed by all checks but `certify_alone`."""
+    """Chooses what to compare `model` on, unless `inputs` say it."""
 
     def __call__(  # noqa: D102 - stands for itself
         self,
@@ -58,8 +80,9 @@ class MakesEvidence(Protocol):
         *,
         max_length: int,
         seed: int,
-        model: Transformer | None = None,
-    ) -> Evidence: ...
+        model: Transformer,
+        inputs: Inputs | None = None,
+    ) -> "KindEvidence | EncoderDecoderEvidence": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +90,8 @@ class ModelKind:
     """One kind of model.
 
     `check` refuses a configuration and longest length that cannot be exported; `module` is what is traced, with the
-    inputs and outputs of `traced`; `shipped` are those after compilation. `alone` says what the evidence does without a
-    reference. `sizes`: example sizes for the trace, of dimensions for which not every number will do.
+    inputs and outputs of `traced`; `shipped` are those after compilation. `sizes`: example sizes for the trace, of
+    dimensions for which not every number will do.
     """
 
     name: Kind
@@ -78,7 +101,6 @@ class ModelKind:
     traced: Callable[[TransformerConfig], Signature]
     shipped: Callable[[CompilePlan], Signature]
     evidence: MakesEvidence
-    alone: str
     sizes: Callable[[TransformerConfig], Mapping[str, int]] = lambda _: {}
 
 
@@ -94,8 +116,25 @@ DECODER = ModelKind(
     traced=decoder_signature,
     shipped=_shipped_decoder,
     evidence=DecoderEvidence,
-    alone="one piece against chunks and steps",
 )
+
+
+def _evidence_on(make: Callable[..., Feed]) -> MakesEvidence:
+    def evidence(
+        config: TransformerConfig,
+        tokenizer_json: str | None,
+        /,
+        *,
+        max_length: int,
+        seed: int,
+        model: Transformer,
+        inputs: Inputs | None = None,
+    ) -> KindEvidence:
+        feed = make(config, tokenizer_json, max_length=max_length, seed=seed, inputs=inputs)
+        return EncoderEvidence(config, feed, model=model, seed=seed)
+
+    return evidence
+
 
 ENCODER = ModelKind(
     name="encoder",
@@ -104,8 +143,7 @@ ENCODER = ModelKind(
     module=lambda model, max_length: Encoder(model, max_length=max_length),
     traced=encoder_signature,
     shipped=lambda plan: encoder_signature(plan.config),
-    evidence=EncoderEvidence,
-    alone="a padded batch against each text alone",
+    evidence=_evidence_on(TextFeed),
 )
 
 
@@ -122,8 +160,7 @@ IMAGE_ENCODER = ModelKind(
     module=lambda model, max_length: ImageEncoder(model, max_length=max_length),
     traced=image_signature,
     shipped=lambda plan: image_signature(plan.config),
-    evidence=ImageEvidence,
-    alone="batches against each image alone",
+    evidence=_evidence_on(ImageFeed),
     sizes=_image_sizes,
 )
 
@@ -134,7 +171,6 @@ ENCODER_DECODER = dataclasses.replace(
     name="encoder_decoder",
     check=check_can_translate,
     evidence=EncoderDecoderEvidence,
-    alone="padded sources and steps against each source alone",
 )
 
 

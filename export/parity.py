@@ -68,17 +68,19 @@ def compare(reference: Logits, candidate: Logits) -> Difference:
         raise ValueError(f"logits of shape {reference.shape} hold nothing to compare")
     max_abs, worst, total, rms, agreements, kl = -1.0, (0, 0), 0.0, 0.0, 0, 0.0
     for start in range(0, len(reference), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
+        wanted, found = reference[start : start + _ROWS_AT_A_TIME], candidate[start : start + _ROWS_AT_A_TIME]
         with np.errstate(invalid="ignore"):  # inf - inf
-            gap = np.abs(reference[rows].astype(np.float64) - candidate[rows])
-        gap[~np.isfinite(gap)] = np.inf
+            gap = found.astype(np.float64) - wanted
+        kl += float(_divergences(wanted, gap).sum())
+        np.abs(gap, out=gap)
+        if not np.isfinite(gap.sum()):
+            gap[~np.isfinite(gap)] = np.inf
         row, token = np.unravel_index(int(gap.argmax()), gap.shape)
         if gap[row, token] > max_abs:
             max_abs, worst = float(gap[row, token]), (start + int(row), int(token))
         total += float(gap.sum())
-        rms = max(rms, float(np.sqrt((gap**2).mean(axis=-1)).max()))
-        agreements += int((reference[rows].argmax(axis=-1) == candidate[rows].argmax(axis=-1)).sum())
-        kl += float(divergences(reference[rows], candidate[rows]).sum())
+        rms = max(rms, float(np.sqrt(np.einsum("sv,sv->s", gap, gap).max() / gap.shape[1])))
+        agreements += int((wanted.argmax(axis=-1) == found.argmax(axis=-1)).sum())
     return Difference(
         max_abs=max_abs,
         mean_abs=total / reference.size,
@@ -92,16 +94,20 @@ def compare(reference: Logits, candidate: Logits) -> Difference:
 def divergences(reference: Logits, candidate: Logits) -> NDArray[np.float64]:
     """KL(reference || candidate) of every row [S] in nats: sum p (log p - log q) over the softmax of the logits."""
     with np.errstate(invalid="ignore"):  # an infinite logit gives NaN, which no tolerance admits
-        log_p, log_q = log_softmax(reference), log_softmax(candidate)
-        rows: NDArray[np.float64] = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+        return _divergences(reference, candidate.astype(np.float64) - reference)
+
+
+def _divergences(reference: Logits, gap: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`divergences` where the candidate is reference + gap: log sum p exp(gap - mean), mean = sum p gap.
+
+    No small difference of large numbers is taken, so p may be float32's.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        p = np.exp(reference - reference.max(axis=-1, keepdims=True)).astype(np.float64)
+        p /= p.sum(axis=-1, keepdims=True)
+        means = np.einsum("sv,sv->s", p, gap)
+        rows: NDArray[np.float64] = np.log1p(np.einsum("sv,sv->s", p, np.expm1(gap - means[:, None])))
     return rows
-
-
-def log_softmax(logits: Logits) -> NDArray[np.float64]:
-    """Log-probabilities [S, V] in float64."""
-    shifted = logits.astype(np.float64) - logits.max(axis=-1, keepdims=True)
-    normal: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return normal
 
 
 def check(stage: str, figure: str, what: str, difference: Difference) -> Check:

@@ -8,12 +8,15 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from graphport.export.bundle_certificate import describe_candidate
-from graphport.export.certify import eager_logits, parity_ids
+from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
+from graphport.export.encoder_parity import STATE_TOLERANCES
 from graphport.export.graph_pass import CompilePlan
-from graphport.export.original import draft_certificate, limits_of
-from graphport.export.parity import TOLERANCES
-from graphport.export.source import SourceModel, open_source
+from graphport.export.model_kinds import kind_of
+from graphport.export.original import draft_certificate
+from graphport.export.source import open_source
 from graphport.export.targets import TargetError, find_target
 from graphport.model_def.certificate import (
     Certificate,
@@ -22,71 +25,97 @@ from graphport.model_def.certificate import (
     certified_files,
     read_certificate,
 )
-from graphport.model_def.certified_runs import text_length
-from graphport.model_def.compact_logits import compare_rows
-from graphport.model_def.signature import Manifest, read_manifest
+from graphport.model_def.compact_rows import CompactRows
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import CERTIFICATE_FILE, Manifest, read_manifest
 
 
 def fresh_certificate(
-    bundle: str | Path, source: str | Path, *, progress: Callable[[str], None] = lambda _: None
+    bundle: str | Path,
+    source: str | Path,
+    *,
+    replace: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Certificate, tuple[Check, ...]]:
     """Eager PyTorch's side of a certificate for `bundle`, from `source` and this machine.
 
-    Where the bundle has a certificate, its text, limits and own rows are kept, and a check says how far its rows of
-    the original are from today's. Raises ManifestError, CheckpointError for an unreadable source, TargetError
-    when it is another model.
+    Where the bundle has a certificate, its inputs, limits and own rows are kept, and checks say how far its rows of the
+    original are from today's. `replace`: one that is damaged, of another format or for other bytes is left aside, with
+    a line to `progress`. Raises CertificateError for it otherwise, ManifestError, CheckpointError for an unreadable
+    source, TargetError when it is another model.
     """
     folder = Path(bundle)
     manifest = read_manifest(folder)
-    try:
-        stored = read_certificate(folder, manifest)
-    except CertificateError as error:
-        progress(str(error))
-        stored = None
+    stored = _stored(folder, manifest, replace=replace, progress=progress)
     progress("reading the source")
-    opened = open_source(source, seed=0 if stored is None else stored.original.seed)
-    if opened.model.config != manifest.config:
+    seed = 0 if stored is None else next(iter(stored.original.values())).seed
+    opened = open_source(source, seed=seed)
+    config = manifest.config
+    if opened.model.config != _of_any_size(config):
         raise TargetError(f"{source} is another model than {folder}: their configurations differ")
+    plan = _plan(manifest)
     progress("running eager PyTorch")
-    return _against(opened, manifest, stored)
-
-
-def _against(
-    opened: SourceModel, manifest: Manifest, stored: Certificate | None
-) -> tuple[Certificate, tuple[Check, ...]]:
-    target = find_target(manifest.target)
-    plan = CompilePlan(
-        config=manifest.config,
-        target=target,
-        precision=target.precision(manifest.precision),
+    evidence = kind_of(config).evidence(
+        config,
+        opened.tokenizer_json,
         max_length=manifest.max_length,
-        cache=next((cache for cache in target.caches if cache.dtype == manifest.cache_dtype), None),
+        seed=seed,
+        model=opened.model,
+        inputs=None if stored is None else stored.inputs,
     )
-    seed = 0 if stored is None else stored.original.seed
-    if stored is None:
-        ids = parity_ids(plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed)
-        ids = ids[: text_length(plan.config, plan.max_length)]
-    else:
-        ids = list(stored.ids)
-    logits = eager_logits(opened.model, ids)
+    assert not isinstance(evidence, EncoderDecoderEvidence)  # see `verify_encoder_decoder.py`
     draft = draft_certificate(
         opened,
-        logits,
-        ids,
-        max_length=plan.max_length,
-        limits=limits_of(plan.precision, plan.cache) if stored is None else stored.limits,
+        evidence,
+        limits=evidence.limits(plan) if stored is None else stored.limits,
         files=certified_files(manifest),
         candidate=describe_candidate(plan) if stored is None else dict(stored.candidate),
-        seed=seed,
     )
     if stored is None:
         return draft, ()
-    errors = compare_rows(stored.original, logits)
-    again = Check(
-        name="reference: max_abs of the stored rows against eager PyTorch",
-        measured=errors.figure("max_abs"),
-        tolerance=TOLERANCES["compiled", "max_abs"],
-        detail=errors.detail(),
-        inputs=f"the certificate's {len(ids)} tokens in one piece",
+    kept = dataclasses.replace(draft, shipped=stored.shipped, checks=stored.checks, layers=stored.layers)
+    return kept, tuple(_again(stored.original[output], rows, output) for output, rows in draft.original.items())
+
+
+def _stored(folder: Path, manifest: Manifest, *, replace: bool, progress: Callable[[str], None]) -> Certificate | None:
+    if not (folder / CERTIFICATE_FILE).is_file():
+        progress(f"{folder} has no certificate: one is made")
+        return None
+    try:
+        return read_certificate(folder, manifest)
+    except CertificateError as error:
+        if not replace:
+            raise
+        progress(f"replacing the certificate: {error}")
+        return None
+
+
+def _plan(manifest: Manifest) -> CompilePlan:
+    target = find_target(manifest.target)
+    return CompilePlan(
+        config=manifest.config,
+        target=target,
+        precision=target.precision(manifest.precision, has_cache=kind_of(manifest.config).has_cache),
+        max_length=manifest.max_length,
+        cache=next((cache for cache in target.caches if cache.dtype == manifest.cache_dtype), None),
     )
-    return dataclasses.replace(draft, shipped=stored.shipped, checks=stored.checks, layers=stored.layers), (again,)
+
+
+def _of_any_size(config: TransformerConfig) -> TransformerConfig:
+    """The configuration as its source has it: the size of images is fixed at export."""
+    if config.image is None:
+        return config
+    return dataclasses.replace(config, image=dataclasses.replace(config.image, fixed_size=None))
+
+
+def _again(stored: CompactRows, today: CompactRows, output: str) -> Check:
+    gaps = np.abs(stored.projections.astype(np.float64) - today.projections)
+    rms = float(np.sqrt((gaps**2).mean(axis=1).max() / stored.width))
+    relative = rms / max(today.scale, np.finfo(np.float64).tiny)
+    return Check(
+        name=f"reference: {output} of the certificate against eager PyTorch, relative",
+        measured=relative if np.isfinite(relative) else float("inf"),
+        tolerance=STATE_TOLERANCES["compiled", "relative"],
+        detail=f"{len(stored.positions)} rows; rms {rms:.3g}",
+        inputs="the certificate's own",
+    )

@@ -1,7 +1,7 @@
 """The certificate of a bundle: what was compared with what, on which inputs, within which tolerance; and its JSON.
 
 In: evidence. Out: `Certificate`, its file's text, one line on what is wrong with a file that is none. It measures
-nothing (see `certified_runs.py`).
+nothing (see `played_runs.py`).
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from graphport.model_def.compact_logits import CompactRows, Figure, RowErrors
-from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Manifest
+from graphport.model_def.certified_inputs import Inputs, TextInputs, read_inputs
+from graphport.model_def.compact_rows import CompactRows, Figure, RowErrors
+from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Kind, Manifest
 from graphport.model_def.text_corpus import TextEvidence
 
-CERTIFICATE_FORMAT = 3  # 2 had other runs and no errors by layer
+CERTIFICATE_FORMAT = 4  # 3 was for decoders only
 MAX_BYTES = 8_000_000  # of a file that is read; one that `export` writes is below 2 MB
 
 Against = Literal["original", "shipped"]
@@ -49,12 +50,14 @@ class Limit:
     """The largest error that a run may show against the original's rows, or against those of the bundle as exported.
 
     "same kernels": where provider, version of ONNX Runtime and kind of processor are those of the certificate.
+    `output`: the one whose rows are meant, None for all.
     """
 
     against: Against
     figure: Figure
     tolerance: float
     where: Where = "anywhere"
+    output: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,18 +83,17 @@ class Certificate:
     """Evidence that the files with these hashes compute the original model.
 
     `files`: SHA-256 (hex) by name. `reference`: the source, libraries and dtype of the original. `candidate`: what was
-    compared with it, and on what (`Surroundings`). `origin`: where `ids` come from. `original`: rows of eager PyTorch;
-    `shipped`: by run, rows of the bundle itself as it was exported. `limits`: what `verify` holds the bundle to.
-    `checks`: what was measured when the certificate was made. `errors`: by run, errors of its rows then. `layers`: by
-    graph, errors of each place of the model at the export. `uncovered`: what no run reaches, in words.
+    compared with it, and on what (`Surroundings`). `inputs`: what the runs feed. `original`: by output, rows of eager
+    PyTorch; `shipped`: by run, rows of the bundle itself as it was exported. `limits`: what `verify` holds the bundle
+    to. `checks`: what was measured when the certificate was made. `errors`: by run, errors of its rows then. `layers`:
+    by graph, errors of each place of the model at the export. `uncovered`: what no run reaches, in words.
     """
 
     files: Mapping[str, str]
     reference: Mapping[str, Any]
     candidate: Mapping[str, Any]
-    ids: tuple[int, ...]
-    origin: str
-    original: CompactRows
+    inputs: Inputs
+    original: Mapping[str, CompactRows]
     shipped: Mapping[str, CompactRows] = field(default_factory=dict)
     limits: tuple[Limit, ...]
     texts: TextEvidence | None
@@ -110,14 +112,20 @@ class Certificate:
             "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in self.checks],
             "uncovered": list(self.uncovered),
             "limits": [dataclasses.asdict(limit) for limit in self.limits],
-            "inputs": {"origin": self.origin, "ids": list(self.ids)},
+            "inputs": self.inputs.to_dict(),
             "texts": None if self.texts is None else self.texts.to_dict(),
             "errors": dict(self.errors),
             "layers": dict(self.layers),
-            "original": self.original.to_dict(),
+            "original": {output: rows.to_dict() for output, rows in self.original.items()},
             "shipped": {run: rows.to_dict() for run, rows in self.shipped.items()},
         }
         return json.dumps(plain, ensure_ascii=False)
+
+
+def text_of(certificate: Certificate) -> tuple[int, ...]:
+    """The ids of a decoder's text."""
+    assert isinstance(certificate.inputs, TextInputs)
+    return certificate.inputs.ids
 
 
 def certified_files(manifest: Manifest) -> dict[str, str]:
@@ -146,7 +154,7 @@ def read_certificate(folder: Path, manifest: Manifest) -> Certificate:
             raise CertificateError(
                 f"{path} has format {written}, this graphport reads {CERTIFICATE_FORMAT}; {advice}{offer}"
             )
-        certificate = _certificate(data)
+        certificate = _certificate(data, manifest.kind)
     except CertificateError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -164,20 +172,22 @@ def _require_same_files(path: Path, certificate: Certificate, manifest: Manifest
             f"{path} is for other bytes than {MANIFEST_FILE} lists: {', '.join(other)}; it says nothing about this "
             f"bundle: {offer}"
         )
-    if certificate.original.vocab_size != manifest.config.vocab_size or not certificate.ids:
-        raise CertificateError(f"{path} is for another vocabulary or no text; {offer}")
-    if not all(0 <= token < manifest.config.vocab_size for token in certificate.ids):
-        raise CertificateError(f"{path} has ids beyond the vocabulary; {offer}")
+    problem = certificate.inputs.problem(manifest.config)
+    outputs = {spec.name: spec.shape[-1] for spec in manifest.signature.outputs}
+    widths = {output: rows.width for output, rows in certificate.original.items()}
+    if problem is None and (not widths or any(outputs.get(output) != width for output, width in widths.items())):
+        problem = "is for another vocabulary or other outputs"
+    if problem is not None:
+        raise CertificateError(f"{path} {problem}; {offer}")
 
 
-def _certificate(data: dict[str, Any]) -> Certificate:
+def _certificate(data: dict[str, Any], kind: Kind) -> Certificate:
     return Certificate(
         files={str(name): str(digest) for name, digest in data["files"].items()},
         reference=dict(data["reference"]),
         candidate=dict(data["candidate"]),
-        ids=tuple(int(token) for token in data["inputs"]["ids"]),
-        origin=str(data["inputs"]["origin"]),
-        original=CompactRows.from_dict(data["original"]),
+        inputs=read_inputs(kind, data["inputs"]),
+        original={str(output): CompactRows.from_dict(rows) for output, rows in data["original"].items()},
         shipped={str(run): CompactRows.from_dict(rows) for run, rows in data["shipped"].items()},
         limits=tuple(_limit(limit) for limit in data["limits"]),
         texts=None if data["texts"] is None else TextEvidence.from_dict(data["texts"]),
@@ -208,7 +218,10 @@ def error_series(parts: Mapping[str, RowErrors]) -> dict[str, dict[str, Any]]:
     return {
         run: {
             "positions": [int(position) for position in errors.positions],
-            **{name: [float(f"{value:.3g}") for value in getattr(errors, name)] for name in ("max_abs", "rms", "kl")},
+            **{
+                name: [float(f"{value:.3g}") for value in getattr(errors, name)]
+                for name in ("max_abs", "rms", "kl", "relative")
+            },
         }
         for run, errors in parts.items()
     }

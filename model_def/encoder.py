@@ -11,8 +11,8 @@ from torch import Tensor, arange, finfo, float32, nn, tensor, where
 from graphport.model_def.attention import RotaryTables
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.ops import pool
-from graphport.model_def.position_config import ConfigError
-from graphport.model_def.positions import length_switch, relative_buckets
+from graphport.model_def.position_config import ConfigError, length_switch
+from graphport.model_def.positions import relative_buckets
 from graphport.model_def.transformer import Transformer
 
 

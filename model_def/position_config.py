@@ -201,3 +201,16 @@ def _require_divisors(name: str, values: tuple[float, ...]) -> None:
         raise ConfigError(f"{name} is empty; it needs one positive number a rotary frequency")
     for index, value in enumerate(values):
         require_positive(f"{name}[{index}]", value)
+
+
+def trained_length(rotary: RotaryPosition) -> int | None:
+    """Total length beyond which the scaling of the frequencies is for, or None where it names none."""
+    scaling = rotary.scaling
+    if isinstance(scaling, DynamicScaling | Llama3Scaling | YarnScaling | LongRopeScaling):
+        return scaling.original_max_positions
+    return None
+
+
+def length_switch(rotary: RotaryPosition) -> int | None:
+    """Total length beyond which the frequencies change, or None for scalings that ignore the length."""
+    return trained_length(rotary) if isinstance(rotary.scaling, DynamicScaling | LongRopeScaling) else None

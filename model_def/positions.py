@@ -58,13 +58,6 @@ def rotary_frequencies(rotary: RotaryPosition, head_dim: int, *, total_length: i
             return base / torch.tensor(factors, dtype=torch.float32), 1.0
 
 
-def length_switch(rotary: RotaryPosition) -> int | None:
-    """Total length beyond which the frequencies change, or None for scalings that ignore the length."""
-    if isinstance(rotary.scaling, DynamicScaling | LongRopeScaling):
-        return rotary.scaling.original_max_positions
-    return None
-
-
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """Rotate the first D dimensions of `heads` [..., S, H] by tables that broadcast to [..., S, D/2].
 

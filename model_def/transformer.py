@@ -18,14 +18,8 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
-from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition
-from graphport.model_def.positions import (
-    causal_buckets,
-    length_switch,
-    relative_buckets,
-    rotary_tables,
-    sinusoidal_table,
-)
+from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition, length_switch
+from graphport.model_def.positions import causal_buckets, relative_buckets, rotary_tables, sinusoidal_table
 
 
 class Transformer(nn.Module):

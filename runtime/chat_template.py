@@ -20,7 +20,14 @@ _MAX_DEPTH = 64  # of lists and mappings inside a message
 
 
 class ChatTemplateError(ValueError):
-    """A template that cannot be compiled or rendered, refuses the messages, or breaks out; one line says why."""
+    """A template that cannot be compiled or rendered, refuses the messages, or breaks out; one line says why.
+
+    `field`: what was refused, "messages" or "tools".
+    """
+
+    def __init__(self, message: str, *, field: str = "messages") -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ChatTemplate:
@@ -55,7 +62,7 @@ class ChatTemplate:
         tools that the template would pass over in silence.
         """
         if tools is not None and not self._takes_tools:
-            raise ChatTemplateError("the model's chat template takes no tools: leave them out")
+            raise ChatTemplateError("the model's chat template takes no tools: leave them out", field="tools")
         if self._unknown:
             raise ChatTemplateError(
                 f"the chat template uses {', '.join(self._unknown)}, but nothing says what these tokens are: "

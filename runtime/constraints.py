@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.field_error import FieldError
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.tokenizer import Tokenizer
 
@@ -22,14 +23,22 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class ConstraintError(RuntimeError):
-    """A grammar that cannot be followed any further: llguidance gave up on its size, or no token is allowed."""
+    """A grammar that cannot be followed any further: llguidance gave up on its size, or no token is allowed.
+
+    `field`: the field of SamplingParams that holds the grammar, None if no single one is to blame.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class Constraint:
-    """Follows one sequence. `is_complete` once nothing but the end may follow."""
+    """Follows one sequence. `is_complete` once nothing but the end may follow. `field`: see ConstraintError."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int) -> None:
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, *, field: str) -> None:
         self._matcher = matcher
+        self._field = field
         self._vocab_size = vocab_size
         self.is_complete = False
 
@@ -47,11 +56,13 @@ class Constraint:
 
     def copy(self) -> "Constraint":
         """The same constraint, for another sequence that begins here."""
-        return Constraint(self._matcher.deep_copy(), self._vocab_size)
+        return Constraint(self._matcher.deep_copy(), self._vocab_size, field=self._field)
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}")
+            raise ConstraintError(
+                f"the grammar cannot be followed: {_first_line(self._matcher.get_error())}", field=self._field
+            )
 
 
 class Grammars:
@@ -70,7 +81,7 @@ class Grammars:
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """The constraint of `params`, None if they have none.
 
-        Raises ValueError naming the field for what llguidance cannot follow, RuntimeError if it is not installed.
+        Raises FieldError for what llguidance cannot follow, RuntimeError if it is not installed.
         """
         name = params.constraint
         if name is None:
@@ -82,16 +93,19 @@ class Grammars:
                 f"{name} needs llguidance, which is not installed; do: pip install 'graphport[constrained]'"
             ) from error
         text = getattr(params, name)
-        if name == "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)  # type: ignore[arg-type]  # a record
-        elif name == "regex":
-            grammar = LLMatcher.grammar_from_regex(text)
-        else:
-            grammar = LLMatcher.grammar_from_lark(text)
+        try:
+            if name == "json_schema":
+                grammar = LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)  # type: ignore[arg-type]  # a record
+            elif name == "regex":
+                grammar = LLMatcher.grammar_from_regex(text)
+            else:
+                grammar = LLMatcher.grammar_from_lark(text)
+        except ValueError as error:  # of the text itself, a lone surrogate for instance
+            raise FieldError(f"{name} cannot be read: {error}; change it", field=name) from error
         matcher = LLMatcher(self._read_tokens(), grammar, log_level=0)
         if matcher.is_error():
-            raise ValueError(f"{name} cannot be followed: {_first_line(matcher.get_error())}; change it")
-        return Constraint(matcher, self._vocab_size)
+            raise FieldError(f"{name} cannot be followed: {_first_line(matcher.get_error())}; change it", field=name)
+        return Constraint(matcher, self._vocab_size, field=name)
 
     def _read_tokens(self) -> "LLTokenizer":
         from llguidance import LLTokenizer

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import Device, DeviceWish, default_threads
 from graphport.runtime.encoder_batches import cut_batches
@@ -41,12 +42,13 @@ def load_encoder(
     max_length: int | None = None,
     threads: int | None = None,
     stream: int | None = None,
+    strict: bool = False,
 ) -> "Encoder":
     """Open an encoder's bundle.
 
-    device_id, provider_options, threads, stream: as of `load_language_model`. max_batch: texts that run together at
-    most; memory is planned for so many of max_length tokens. max_length: longest text in tokens, special tokens
-    included, at most and by default the bundle's. Raises ManifestError, DeviceError, NotEnoughMemoryError, and
+    device_id, provider_options, threads, stream, strict: as of `load_language_model`. max_batch: texts that run
+    together at most; memory is planned for so many of max_length tokens. max_length: longest text in tokens, special
+    tokens included, at most and by default the bundle's. Raises ManifestError, DeviceError, NotEnoughMemoryError, and
     ValueError, also for a decoder's bundle.
     """
     return Encoder(
@@ -58,6 +60,7 @@ def load_encoder(
         max_length=max_length,
         threads=threads,
         stream=stream,
+        strict=strict,
     )
 
 
@@ -79,6 +82,7 @@ class Encoder:
         max_length: int | None = None,
         threads: int | None = None,
         stream: int | None = None,
+        strict: bool = False,
     ) -> None:
         self.manifest = bundle.manifest
         if self.manifest.kind != "encoder":
@@ -92,6 +96,7 @@ class Encoder:
         self.max_batch = checked_count("max_batch", max_batch)
         self.threads = default_threads() if threads is None else checked_threads(threads)
         limits = RunLimits(max_batch=self.max_batch, max_length=self.max_length, prefill_chunk=self.max_length)
+        certificate = require_certified(bundle) if strict else None
         session = EncoderSession(
             bundle,
             limits=limits,
@@ -103,6 +108,8 @@ class Encoder:
         )
         self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
         self.dimension = self.manifest.config.hidden_size
+        if certificate is not None:
+            require_same_surroundings(certificate, bundle.folder, session.device)
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options

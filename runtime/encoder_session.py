@@ -63,18 +63,17 @@ class EncoderSession:
         self._inputs = {spec.name for spec in signature.inputs}
         self._setup = cuda  # the stream lives as long as the session that runs on it
 
-    def run(self, rows: Sequence[Sequence[int]], output: str) -> NDArray[np.float32]:
+    def run(
+        self, rows: Sequence[Sequence[int]], output: str, *, types: Sequence[Sequence[int]] | None = None
+    ) -> NDArray[np.float32]:
         """`output` of rows of ids padded to the longest: hidden_states [B, S, W], embeddings [B, W], or logits.
 
-        What is beyond a row's length is unspecified. Token types, where the graph has them, are 0.
+        What is beyond a row's length is unspecified. Token types, where the graph has them, are 0 unless given.
         """
         lengths = np.array([len(row) for row in rows], np.int32)
-        ids = np.zeros((len(rows), int(lengths.max())), np.int64)
-        for padded, row in zip(ids, rows, strict=True):
-            padded[: len(row)] = row
-        feed: dict[str, NDArray[Any]] = {INPUT_IDS: ids, LENGTHS: lengths}
+        feed: dict[str, NDArray[Any]] = {INPUT_IDS: _padded(rows, lengths), LENGTHS: lengths}
         if TOKEN_TYPE_IDS in self._inputs:
-            feed[TOKEN_TYPE_IDS] = np.zeros_like(ids)
+            feed[TOKEN_TYPE_IDS] = np.zeros_like(feed[INPUT_IDS]) if types is None else _padded(types, lengths)
         (found,) = self._session.run([output], feed)
         result: NDArray[np.float32] = found
         return result
@@ -84,3 +83,11 @@ class EncoderSession:
         (found,) = self._session.run([output], {PIXEL_VALUES: pixels})
         result: NDArray[np.float32] = found
         return result
+
+
+def _padded(rows: Sequence[Sequence[int]], lengths: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Rows of numbers with zeros behind the shorter ones."""
+    padded = np.zeros((len(rows), int(lengths.max())), np.int64)
+    for whole, row in zip(padded, rows, strict=True):
+        whole[: len(row)] = row
+    return padded

@@ -5,6 +5,7 @@ One thread at a time may run a step (see `turns.py`); others may `submit` and ap
 """
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from graphport.runtime.row_reuse import RowReuse
 from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -111,7 +114,7 @@ class Engine:
         while used < self._prefill_chunk and (group := self.scheduler.next_prefill()) is not None:
             if not self._begin(group):
                 continue
-            ids, rows = self._next_chunk(group.first)
+            ids, rows = self._next_chunk(group)
             if used + len(ids) > self._prefill_chunk:
                 return
             self._run_chunk(group, ids, rows)
@@ -126,9 +129,9 @@ class Engine:
         """
         if group.has_begun:
             return True
-        slot = self.scheduler.prefill_slot
         try:
-            self.cache.reserve(slot + len(group.sequences), self.scheduler.room_for(group))
+            self.cache.reserve(self.scheduler.num_slots_needed, self.scheduler.room_needed)
+            slot = self.scheduler.slot_of_prompt(group)
             if group.first.source_ids is not None:
                 self.session.encode(self.cache, slot, group.first.source_ids)
             self.reuse.restore(group.first, slot)
@@ -138,12 +141,13 @@ class Engine:
         group.has_begun = True
         return True
 
-    def _next_chunk(self, sequence: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    def _next_chunk(self, group: PromptGroup) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.
 
         None asks for the last one at most.
         """
-        begin, first = int(self.cache.lengths[self.scheduler.prefill_slot]), sequence.first_row
+        sequence = group.first
+        begin, first = int(self.cache.lengths[self.scheduler.slot_of_prompt(group)]), sequence.first_row
         size = self._prefill_chunk - begin % self._prefill_chunk
         if first is None:
             return sequence.prompt_ids[begin : begin + size], None
@@ -153,7 +157,7 @@ class Engine:
 
     def _run_chunk(self, group: PromptGroup, ids: NDArray[np.int64], rows: NDArray[np.int64] | None) -> None:
         """Run `ids` [S] of a prompt, at batch 1 on its slot."""
-        slot = self.scheduler.prefill_slot
+        slot = self.scheduler.slot_of_prompt(group)
         is_last = int(self.cache.lengths[slot]) + len(ids) == len(group.first.prompt_ids)
         try:
             self.num_steps += 1
@@ -162,17 +166,18 @@ class Engine:
             self._fail(list(group.sequences), error)
             return
         self.num_prompt_tokens += len(ids)
+        self.scheduler.note_chunk(group)
         if not is_last and rows is None:
             return
         for sequence in group.sequences:
             self._accept(sequence, functools.partial(sequence.accept_prompt, outputs, is_last=is_last))
         if is_last:
             self._settle(group.sequences)  # all samples get copies of the prompt's rows
-            self.reuse.keep(group.first, slot)
+            self._keep(group.first, slot)
             for sequence in group.sequences:
                 if sequence.is_finished:
-                    self.reuse.hand_over(sequence, slot)
-            self.scheduler.start_decoding()
+                    self._hand_over(sequence, slot)
+            self.scheduler.start_decoding(group)
         else:
             self._remove_finished(list(group.sequences))
 
@@ -256,6 +261,19 @@ class Engine:
         """Free the slot of a sequence that has ended; its rows are kept unless it failed."""
         slot = self.scheduler.slot_of(sequence)
         if slot is not None and sequence.error is None and sequence.keeps_rows:
-            self.reuse.keep(sequence, slot)
-            self.reuse.hand_over(sequence, slot)
+            self._keep(sequence, slot)
+            self._hand_over(sequence, slot)
         self.scheduler.remove(sequence)
+
+    def _keep(self, sequence: Sequence, slot: int) -> None:
+        """Keep rows for later prompts, which is no part of the request: a failure there is the log's alone."""
+        try:
+            self.reuse.keep(sequence, slot)
+        except Exception:  # as above; what was kept before stays right
+            _log.warning("rows of a prompt could not be kept for later ones", exc_info=True)
+
+    def _hand_over(self, sequence: Sequence, slot: int) -> None:
+        try:
+            self.reuse.hand_over(sequence, slot)
+        except Exception as error:  # as above: its owner asked for them
+            sequence.fail(error)

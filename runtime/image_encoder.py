@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 from graphport.model_def.vision_config import ImageConfig
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
+from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import Device, DeviceWish, default_threads
 from graphport.runtime.encoder import label_probabilities, require_finite
@@ -41,6 +42,7 @@ def load_image_encoder(
     max_length: int | None = None,
     threads: int | None = None,
     stream: int | None = None,
+    strict: bool = False,
 ) -> "ImageEncoder":
     """Open an image encoder's bundle; arguments and errors as of `load_encoder`, max_length in tokens an image."""
     return ImageEncoder(
@@ -52,6 +54,7 @@ def load_image_encoder(
         max_length=max_length,
         threads=threads,
         stream=stream,
+        strict=strict,
     )
 
 
@@ -74,6 +77,7 @@ class ImageEncoder:
         max_length: int | None = None,
         threads: int | None = None,
         stream: int | None = None,
+        strict: bool = False,
     ) -> None:
         self.manifest = bundle.manifest
         image = self.manifest.config.image
@@ -86,6 +90,7 @@ class ImageEncoder:
         self.max_batch = checked_count("max_batch", max_batch)
         self.threads = default_threads() if threads is None else checked_threads(threads)
         limits = RunLimits(max_batch=self.max_batch, max_length=self.max_length, prefill_chunk=self.max_length)
+        certificate = require_certified(bundle) if strict else None
         session = EncoderSession(
             bundle,
             limits=limits,
@@ -97,6 +102,8 @@ class ImageEncoder:
         )
         width = self.manifest.config.hidden_size
         self.dimension = width if image.readout is None else image.readout.vector_width(width)
+        if certificate is not None:
+            require_same_surroundings(certificate, bundle.folder, session.device)
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options

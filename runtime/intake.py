@@ -15,6 +15,7 @@ from graphport.model_def.signature import Manifest
 from graphport.runtime.beam_search import BeamSearch
 from graphport.runtime.beam_sequences import BeamGroup, BeamSequence
 from graphport.runtime.constraints import Grammars
+from graphport.runtime.field_error import FieldError
 from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.request import Request
@@ -81,13 +82,13 @@ class Intake:
         """A request for the samples of one prompt, which errors call `name`. Raises TypeError and ValueError."""
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {type(params).__name__}")
-        for what, is_asked in (
-            ("stop strings", params.stop),
+        for field, is_asked in (
+            ("stop", params.stop),
             ("bad_words", params.bad_words),
-            (params.constraint, params.constraint),
+            (params.constraint or "", params.constraint),
         ):
             if is_asked:
-                self.need_tokenizer(str(what))
+                self.need_tokenizer(field, field=field)
         source = self._source(prompt, options, name)
         ids = self.prompt_ids(prompt, name) if source is None else self.checked_ids(source.decoder_ids, name)
         self._check_state(options.state)
@@ -151,11 +152,12 @@ class Intake:
         )
 
     def _check_places(self, params: SamplingParams, name: str) -> None:
-        for what, count in ((f"n={params.n} samples", params.n), (f"num_beams={params.num_beams}", params.num_beams)):
-            if count > self._max_batch:
-                raise ValueError(
+        for field, what in (("n", f"n={params.n} samples"), ("num_beams", f"num_beams={params.num_beams}")):
+            if getattr(params, field) > self._max_batch:
+                raise FieldError(
                     f"{name} asks for {what}, which need as many places in the batch; there are {self._max_batch}: "
-                    "load the bundle with a larger max_batch, or give the prompt several times"
+                    "load the bundle with a larger max_batch, or give the prompt several times",
+                    field=field,
                 )
 
     @functools.cached_property
@@ -216,10 +218,12 @@ class Intake:
         """See `checked_prompt_ids`."""
         return checked_prompt_ids(ids, name, vocab_size=self._vocab_size, max_length=self._max_length)
 
-    def need_tokenizer(self, what: str) -> Tokenizer:
-        """The tokenizer. Raises ValueError, saying that `what` needs one, if the bundle has none."""
+    def need_tokenizer(self, what: str, *, field: str = "prompt") -> Tokenizer:
+        """The tokenizer. Raises FieldError, saying that `what` needs one, if the bundle has none."""
         if self._tokenizer is None:
-            raise ValueError(f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids")
+            raise FieldError(
+                f"{what} needs a tokenizer, which this bundle does not have; give prompts as lists of ids", field=field
+            )
         return self._tokenizer
 
     def _bad_ids(self, words: abc.Sequence[str]) -> list[tuple[int, ...]]:
@@ -229,14 +233,21 @@ class Intake:
         """
         found = []
         for word in words:
-            tokenizer = self.need_tokenizer("bad_words")
-            bare, spaced = (
-                tuple(tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)) for prefix in ("", " ")
-            )
+            bare, spaced = (self._ids_of_word(prefix + word.lstrip()) for prefix in ("", " "))
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
                 found.append(spaced)
         return found
+
+    def _ids_of_word(self, word: str) -> tuple[int, ...]:
+        tokenizer = self.need_tokenizer("bad_words", field="bad_words")
+        try:
+            ids = tuple(tokenizer.encode(word, add_special_tokens=False))
+        except ValueError as error:
+            raise FieldError(f"bad_words cannot be read: {error}", field="bad_words") from error
+        if not ids:
+            raise FieldError(f"bad_words holds {word!r}, for which there is no token; remove it", field="bad_words")
+        return ids
 
     def close(self) -> None:
         """Let go of the draft model."""

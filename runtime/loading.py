@@ -39,7 +39,7 @@ def load(
     """Open a bundle: with `load_language_model`, `load_encoder` or `load_image_encoder`, as its kind is; see those.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
-    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning, prepared=True and strict are a decoder's.
+    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
@@ -71,7 +71,6 @@ def load(
         "cuda_graphs": cuda_graphs is True,
         "spinning": spinning is not None,
         "prepared": prepared is True,
-        "strict": strict,
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
@@ -89,6 +88,7 @@ def load(
             max_length=max_length,
             threads=threads,
             stream=stream,
+            strict=strict,
         )
     return Encoder(
         files,
@@ -99,4 +99,5 @@ def load(
         max_length=max_length,
         threads=threads,
         stream=stream,
+        strict=strict,
     )

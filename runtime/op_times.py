@@ -1,7 +1,8 @@
 """How long each node of a bundle's graph takes on this machine, as ONNX Runtime's profiler sees it.
 
-In: a checked bundle. Out: microseconds a decode step by node, with its op and where it ran. The graph is the one that
-serves, its optimiser on; times of single nodes add up to less than a step, which also binds and waits.
+In: a checked bundle. Out: microseconds a decode step, or a text or image, by node, with its op and where it ran. The
+graph is the one that serves, its optimiser on; times of single nodes add up to less than a step, which also binds and
+waits.
 """
 
 import json
@@ -16,9 +17,12 @@ import onnxruntime
 
 from graphport.model_def.signature import (
     INPUT_IDS,
+    LENGTHS,
     LOGITS,
     LOGITS_ROWS,
+    PIXEL_VALUES,
     SEQLENS_K,
+    TOKEN_TYPE_IDS,
     TOTAL_SEQUENCE_LENGTH,
     TensorSpec,
     past_key,
@@ -39,7 +43,7 @@ _NUMPY_TYPES = {"float32": np.float32, "float16": np.float16, "int8": np.int8, "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTime:
-    """One node: its name and op in the graph that runs, its provider, microseconds a decode step (the median)."""
+    """One node: its name and op in the graph that runs, its provider, microseconds a run (the median)."""
 
     name: str
     op: str
@@ -48,9 +52,12 @@ class OpTime:
 
 
 def measure_ops(bundle: BundleFiles, *, threads: int | None = None) -> tuple[OpTime, ...]:
-    """Times on the CPU of single tokens over a cache of up to 64. Raises ValueError for caches that NumPy has not."""
+    """Times on the CPU of single tokens over a cache of up to 64, of an encoder those of one text or image.
+
+    Raises ValueError for caches that NumPy has not.
+    """
     manifest = bundle.manifest
-    if manifest.cache_dtype not in _NUMPY_TYPES:
+    if manifest.kind == "decoder" and manifest.cache_dtype not in _NUMPY_TYPES:
         raise ValueError(
             f"times are taken on the CPU, which has no caches of {manifest.cache_dtype}; leave --times out"
         )
@@ -61,7 +68,10 @@ def measure_ops(bundle: BundleFiles, *, threads: int | None = None) -> tuple[OpT
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")
         session = open_inference_session(bundle.graph, options, "cpu", {})
-        _run_steps(session, bundle)
+        if manifest.kind == "decoder":
+            _run_steps(session, bundle)
+        else:
+            _run_encoder(session, bundle)
         events = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
     return _times(events)
 
@@ -86,6 +96,22 @@ def _run_steps(session: Any, bundle: BundleFiles) -> None:  # noqa: ANN401 - ORT
             **dict(zip(past, caches, strict=True)),
         }
         _, *caches = session.run([LOGITS, *present], feed)
+
+
+def _run_encoder(session: Any, bundle: BundleFiles) -> None:  # noqa: ANN401 - ORT is untyped
+    config, random = bundle.manifest.config, np.random.default_rng(0)
+    if config.image is not None:
+        size = config.image.fixed_size or config.image.native_size
+        if config.image.num_tokens(*size) > bundle.manifest.max_length:
+            size = config.image.patch_size
+        feed: dict[str, Any] = {PIXEL_VALUES: random.standard_normal((1, config.image.channels, *size), np.float32)}
+    else:
+        length = min(MOST_CACHED, bundle.manifest.max_length)
+        ids = random.integers(config.vocab_size, size=(1, length))
+        types = {TOKEN_TYPE_IDS: np.zeros_like(ids)} if config.token_types > 1 else {}
+        feed = {INPUT_IDS: ids, LENGTHS: np.array([length], np.int32), **types}
+    for _ in range(1 + NUM_STEPS):
+        session.run(None, feed)
 
 
 def _empty_cache(spec: TensorSpec, capacity: int) -> Any:  # noqa: ANN401 - arrays of several types

@@ -32,10 +32,11 @@ from graphport.model_def.signature import (
 )
 from graphport.runtime.bundle_files import BundleFiles, check_graph
 
-PREPARED_FORMAT = 1
+PREPARED_FORMAT = 2  # 1 was compared in steps of many tokens alone
 
 _PROBE_TOLERANCE = 1e-3  # of the largest logit: equal on one machine, garbage where weights lie in another order
 
+_STEP_INPUTS = (INPUT_IDS, SEQLENS_K, TOTAL_SEQUENCE_LENGTH, LOGITS_ROWS)
 _ELEMENTS = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
@@ -107,7 +108,7 @@ def make_probe(session: Any, manifest: Manifest, *, num_ids: int, num_columns: i
     vocab = manifest.config.vocab_size
     length = min(num_ids, manifest.max_length)
     ids = np.random.default_rng(0).integers(vocab, size=length)
-    row = probe_logits(session, ids)[-1]
+    row = probe_logits(session, ids, step=1)[-1]
     columns = np.argsort(-row, kind="stable")[: min(num_columns, vocab)]
     return Probe(
         ids=tuple(map(int, ids)), columns=tuple(map(int, columns)), logits=tuple(float(row[i]) for i in columns)
@@ -117,25 +118,34 @@ def make_probe(session: Any, manifest: Manifest, *, num_ids: int, num_columns: i
 def probe_problem(session: Any, probe: Probe) -> str | None:  # noqa: ANN401 - ORT is untyped
     """Why the session does not compute what the probe recorded; None when it does."""
     wanted = np.array(probe.logits, np.float64)
-    found = probe_logits(session, np.array(probe.ids, np.int64))[-1][list(probe.columns)]
+    found = probe_logits(session, np.array(probe.ids, np.int64), step=1)[-1][list(probe.columns)]
     worst = float(np.abs(found - wanted).max())
     limit = _PROBE_TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     return None if worst <= limit else f"its logits differ by {worst:.3g} from those recorded, {limit:.3g} is allowed"
 
 
-def probe_logits(session: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:  # noqa: ANN401 - ORT is untyped
-    """Logits [S, vocab] of `ids` [S] in one piece, from an empty cache."""
-    length = len(ids)
-    feed: Mapping[str, NDArray[Any]] = {
-        INPUT_IDS: ids[np.newaxis],
-        SEQLENS_K: np.array([length - 1], np.int32),
-        TOTAL_SEQUENCE_LENGTH: np.array(length, np.int32),
-        LOGITS_ROWS: np.arange(length),
-    }
+def probe_logits(session: Any, ids: NDArray[np.int64], *, step: int | None = None) -> NDArray[np.float32]:  # noqa: ANN401 - ORT is untyped
+    """Logits [S, vocab] of `ids` [S], `step` of them at a time or all at once, from an empty cache.
+
+    One id at a time has kernels of its own: what is right for many may be wrong there.
+    """
     caches = {
-        node.name: np.zeros((1, node.shape[1], length, node.shape[3]), _ELEMENTS[node.type])
+        node.name: np.zeros((1, node.shape[1], len(ids), node.shape[3]), _ELEMENTS[node.type])
         for node in session.get_inputs()
-        if node.name not in feed
+        if node.name not in _STEP_INPUTS
     }
-    logits: NDArray[np.float32] = session.run([LOGITS], {**feed, **caches})[0]
-    return logits
+    written = [node.name for node in session.get_outputs() if node.name != LOGITS]  # in the order of the caches
+    rows = []
+    for begin in range(0, len(ids), step or len(ids)):
+        part = ids[begin : begin + (step or len(ids))]
+        end = begin + len(part)
+        feed: Mapping[str, NDArray[Any]] = {
+            INPUT_IDS: part[np.newaxis],
+            SEQLENS_K: np.array([end - 1], np.int32),
+            TOTAL_SEQUENCE_LENGTH: np.array(end, np.int32),
+            LOGITS_ROWS: np.arange(len(part)),
+        }
+        logits, *caches_after = session.run([LOGITS, *written], {**feed, **caches})
+        caches = dict(zip(caches, caches_after, strict=True))
+        rows.append(logits)
+    return np.concatenate(rows)

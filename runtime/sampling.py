@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from graphport.model_def.signature import NUM_CANDIDATES
 from graphport.runtime.candidate_filters import can_settle, most_likely_candidates, surviving_candidates
 from graphport.runtime.constraints import Constraint, ConstraintError
+from graphport.runtime.field_error import FieldError
 from graphport.runtime.forced_ids import ForcedIds
 from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.logit_filters import highest, scale_by_temperature, surviving
@@ -73,13 +74,13 @@ class Sampler:
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(np.random.SeedSequence(params.seed, spawn_key=(index,) if index else ()))
         prompt = np.asarray(prompt_ids, dtype=np.int64)
-        self._check_ids("prompt_ids", prompt)
+        self._check_ids("prompt", prompt)
         self._check_ids("stop_token_ids", np.asarray(params.stop_token_ids, dtype=np.int64))
         self._check_ids("logit_bias", np.array(list(params.logit_bias or ()), dtype=np.int64))
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and count > vocab_size:
-                raise ValueError(f"{name}={count} must be at most the vocabulary's size, {vocab_size}")
+                raise FieldError(f"{name}={count} must be at most the vocabulary's size, {vocab_size}", field=name)
         self._edits = new_edits(params, prompt, vocab_size=vocab_size, bad_ids=bad_ids, forced=forced)
         self._constraint = constraint
 
@@ -91,7 +92,9 @@ class Sampler:
     def _check_ids(self, name: str, ids: NDArray[np.int64]) -> None:
         outside = ids[(ids < 0) | (ids >= self._vocab_size)]
         if len(outside):
-            raise ValueError(f"{name} holds {outside[0]}, outside the vocabulary: ids are 0 to {self._vocab_size - 1}")
+            raise FieldError(
+                f"{name} holds {outside[0]}, outside the vocabulary: ids are 0 to {self._vocab_size - 1}", field=name
+            )
 
     def sample(self, logits: NDArray[np.float32]) -> Sample:
         """Choose an id from float32 `logits` [V] and add it to the history.

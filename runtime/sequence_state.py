@@ -4,10 +4,8 @@ In: ids and rows. Out: `SequenceState`, and files. It runs nothing: a request th
 state lacks. A file is a .npz (NumPy's own format, with a checksum for each array); its header says what it is of.
 """
 
-import contextlib
 import json
 import os
-import tempfile
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 
 import graphport
 from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE, Manifest, TensorSpec
+from graphport.model_def.whole_files import OWN, write_whole
 from graphport.runtime.cache_buffer import NUMPY_DTYPES
 from graphport.runtime.prefix_cache import Rows
 
@@ -115,17 +114,7 @@ class SequenceState:
             _TOKEN_IDS: np.array(self.token_ids, np.int64),
             **{_rows_name(i): rows for i, rows in enumerate(self.rows)},
         }
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez(file, **arrays)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
-                Path(name).unlink()
-            raise
+        write_whole(target, lambda file: np.savez(file, **arrays), mode=OWN)
 
 
 def read_state(

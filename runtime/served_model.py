@@ -1,6 +1,6 @@
 """The session and cache that serve, as the decoder that a certificate's runs feed.
 
-In: an open session. Out: logits, through the serving code alone. It compares nothing (see `certified_runs.py`).
+In: an open session. Out: logits, through the serving code alone. It compares nothing (see `played_runs.py`).
 """
 
 import numpy as np

@@ -24,16 +24,23 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._spellings = {} if tokenizer is None else {id_: token for token, id_ in tokenizer.vocabulary().items()}
         self._before = [] if tokenizer is None else tokenizer.encode("a", add_special_tokens=False)[-1:]
-        self.text = lru_cache(maxsize=4096)(self._text)
+        self.named = lru_cache(maxsize=4096)(self._named)
 
-    def _text(self, token_id: int) -> str:
+    def text(self, token_id: int) -> str:
         """Its text after another token, which keeps a leading space; as the vocabulary spells it if that is none."""
+        return self.named(token_id)[0]
+
+    def _named(self, token_id: int) -> tuple[str, list[int] | None]:
+        """Its text and its bytes; None where these are unknown."""
         if self._tokenizer is None or token_id not in self._spellings:
-            return f"token_id:{token_id}"
+            return f"token_id:{token_id}", None
         pair = self._tokenizer.decode([*self._before, token_id], skip_special_tokens=False)
         alone = self._tokenizer.decode(self._before, skip_special_tokens=False)
         text = pair.removeprefix(alone)
-        return self._spellings[token_id] if "\ufffd" in text or not text else text
+        if text and "\ufffd" not in text:
+            return text, list(text.encode())
+        data = self._tokenizer.bytes_of_part(self._spellings[token_id])
+        return self._spellings[token_id], None if data is None else list(data)
 
 
 class Answer:
@@ -125,8 +132,8 @@ class Answer:
         return {**self._named(event.token_id, event.logprob), "top_logprobs": top}
 
     def _named(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._tokens.text(token_id)
-        return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": list(text.encode())}
+        text, data = self._tokens.named(token_id)
+        return {"token": text, "logprob": max(logprob, _LOWEST), "bytes": data}
 
     def _completion_logprobs(self, index: int, events: list[StreamEvent]) -> dict[str, Any]:
         record: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

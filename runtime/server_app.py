@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest  # `Request` is what the engine runs
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -31,7 +31,7 @@ from graphport.runtime.server_http import (
 )
 from graphport.runtime.server_log import RequestRecord
 from graphport.runtime.server_metrics import ServerMetrics
-from graphport.runtime.server_models import Models, ServedDecoder
+from graphport.runtime.server_models import HostedDecoder, Models
 from graphport.runtime.server_running import CallEvent, RunningCall
 from graphport.runtime.server_settings import ServerSettings
 
@@ -45,7 +45,7 @@ _PAGE_POLICY = (
 )
 _MODELS = "/v1/models"
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class ServerApp:
@@ -65,7 +65,7 @@ class ServerApp:
         self._texts = {
             name: TokenTexts(model.lm.tokenizer)
             for name, model in models.by_name.items()
-            if isinstance(model, ServedDecoder)
+            if isinstance(model, HostedDecoder)
         }
         self._routes: dict[str, tuple[str, Handler]] = {
             "/v1/completions": ("POST", self._completions),
@@ -110,7 +110,7 @@ class ServerApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
         try:
             self._admit(scope)
-            response = await self._handler(scope)(Request(scope, receive))
+            response = await self._handler(scope)(HttpRequest(scope, receive))
             await response(scope, receive, send)
         except ClientGoneError:
             record.outcome = "gone"
@@ -156,15 +156,15 @@ class ServerApp:
             raise ApiError(405, f"{route} takes {method}", code="wrong_method", allow=method)
         return handler
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: HttpRequest) -> Response:
         body = await read_body(request, self._settings)
         return await self._generate(request, await asyncio.to_thread(lambda: read_completion(parse_body(body))))
 
-    async def _chat(self, request: Request) -> Response:
+    async def _chat(self, request: HttpRequest) -> Response:
         body = await read_body(request, self._settings)
         return await self._generate(request, await asyncio.to_thread(lambda: read_chat(parse_body(body))))
 
-    async def _generate(self, request: Request, call: GenerationCall) -> Response:
+    async def _generate(self, request: HttpRequest, call: GenerationCall) -> Response:
         record: RequestRecord = request.scope["graphport.record"]
         begin = time.monotonic()
         served = self._models.decoder(call.model)
@@ -188,7 +188,7 @@ class ServerApp:
             raise
 
     async def _first_of(
-        self, request: Request, running: RunningCall, answer: Answer, call: GenerationCall, headers: dict[str, str]
+        self, request: HttpRequest, running: RunningCall, answer: Answer, call: GenerationCall, headers: dict[str, str]
     ) -> Response:
         """The whole answer; or a stream, once its first token is there: failures before have a status of their own."""
         record: RequestRecord = request.scope["graphport.record"]
@@ -210,7 +210,7 @@ class ServerApp:
             headers=headers,
         )
 
-    async def _embeddings(self, request: Request) -> Response:
+    async def _embeddings(self, request: HttpRequest) -> Response:
         body = await read_body(request, self._settings)
         call = await asyncio.to_thread(lambda: read_embedding(parse_body(body)))
         served = self._models.encoder(call.model)
@@ -236,7 +236,7 @@ class ServerApp:
         headers = {"x-graphport-ignored": ", ".join(call.ignored)} if call.ignored else {}
         return JsonAnswer({"object": "list", "data": data, "model": call.model, "usage": usage}, headers=headers)
 
-    async def _show_models(self, request: Request) -> Response:
+    async def _show_models(self, request: HttpRequest) -> Response:
         name = request.scope["path"].removeprefix(_MODELS).removeprefix("/")
         if name:
             return JsonAnswer(self._described(name))
@@ -244,22 +244,22 @@ class ServerApp:
 
     def _described(self, name: str) -> dict[str, Any]:
         model = self._models.find(name)
-        longest = model.lm.max_length if isinstance(model, ServedDecoder) else model.encoder.max_length
+        longest = model.lm.max_length if isinstance(model, HostedDecoder) else model.encoder.max_length
         head = {"id": name, "object": "model", "created": self._began, "owned_by": "graphport"}
         return {**head, "capabilities": list(model.capabilities), "max_length": longest}
 
-    async def _health(self, _: Request) -> Response:
+    async def _health(self, _: HttpRequest) -> Response:
         return JsonAnswer({"status": "ok"})
 
-    async def _ready(self, _: Request) -> Response:
+    async def _ready(self, _: HttpRequest) -> Response:
         if self.is_draining:
             return JsonAnswer({"status": "stopping"}, status=503)
         return JsonAnswer({"status": "ready"})
 
-    async def _show_metrics(self, _: Request) -> Response:
+    async def _show_metrics(self, _: HttpRequest) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _show_page(self, _: Request) -> Response:
+    async def _show_page(self, _: HttpRequest) -> Response:
         headers = {"content-security-policy": _PAGE_POLICY, "x-content-type-options": "nosniff"}
         return Response(self._page, media_type="text/html; charset=utf-8", headers=headers)
 

@@ -69,9 +69,10 @@ def failure(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ConstraintError():
-            return ApiError(400, str(error), param="response_format", code="constraint_failed")
+            param = "response_format" if error.field == "json_schema" else error.field
+            return ApiError(400, str(error), param=param, code="constraint_failed")
         case ChatTemplateError():
-            return ApiError(400, str(error), param="messages", code="invalid_value")
+            return ApiError(400, str(error), param=error.field, code="invalid_value")
         case FloatingPointError():  # of logits, or of an encoder's hidden states
             return ApiError(500, str(error), code="model_overflow")
         case MemoryError():

@@ -8,7 +8,8 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest  # `Request` is what the engine runs
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -35,11 +36,14 @@ def error_answer(error: ApiError) -> JsonAnswer:
     return JsonAnswer(error.body(), status=error.status, headers=error.headers())
 
 
-async def read_body(request: Request, settings: ServerSettings) -> bytes:
-    """The body. Raises ApiError: 415 without the content type of JSON, 413 beyond the limit, 408 when it is late."""
+async def read_body(request: HttpRequest, settings: ServerSettings) -> bytes:
+    """The body. Raises ApiError: 415 if compressed or not said to be JSON, 413 beyond the limit, 408 when late."""
     content_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if content_type != "application/json":  # a form of another web site could send text/plain without being asked
         raise ApiError(415, "the header content-type must be application/json", code="bad_content_type")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding != "identity":
+        raise ApiError(415, f"bodies are read as they are, not as {encoding!r}", code="bad_content_encoding")
     body = bytearray()
     size = 0
     try:

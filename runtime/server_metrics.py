@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from graphport.runtime.server_models import Models, ServedDecoder
+from graphport.runtime.server_models import HostedDecoder, Models
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -99,14 +99,14 @@ class _ModelNumbers(Collector):
         }
         for name, model in self._models.by_name.items():
             gauges["places_taken"].add_metric([name], model.places.num_taken)
-            if isinstance(model, ServedDecoder):
+            if isinstance(model, HostedDecoder):
                 _add_decoder(name, model, gauges, counters)
         yield from gauges.values()
         yield from counters.values()
 
 
 def _add_decoder(
-    name: str, model: ServedDecoder, gauges: dict[str, GaugeMetricFamily], counters: dict[str, CounterMetricFamily]
+    name: str, model: HostedDecoder, gauges: dict[str, GaugeMetricFamily], counters: dict[str, CounterMetricFamily]
 ) -> None:
     now = model.lm.statistics
     gauges["sequences_waiting"].add_metric([name], now.num_waiting)

@@ -1,6 +1,6 @@
 """The models that a server has open, by name: places in their queues, and calls made into requests.
 
-In: bundles by name, calls. Out: `ServedDecoder`s and `ServedEncoder`s whose places are counted, checked requests, and
+In: bundles by name, calls. Out: `HostedDecoder`s and `HostedEncoder`s whose places are counted, checked requests, and
 refusals with their HTTP status. It reads and writes no HTTP.
 """
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from graphport.runtime.chat_template import ChatTemplateError
 from graphport.runtime.encoder import Encoder
+from graphport.runtime.field_error import FieldError
 from graphport.runtime.language_model import LanguageModel
 from graphport.runtime.request import Request
 from graphport.runtime.sequence import StreamEvent
@@ -64,7 +65,7 @@ class Places:
         self._mean_seconds += _NEWEST_SHARE * (seconds - self._mean_seconds)
 
 
-class ServedDecoder:
+class HostedDecoder:
     """A language model that a server has open, and the thread that runs it."""
 
     def __init__(self, name: str, lm: LanguageModel, settings: ServerSettings) -> None:
@@ -98,7 +99,7 @@ class ServedDecoder:
         except RuntimeError as error:  # an optional package that is not there, a model that is being closed
             raise ApiError(503, str(error), code="unavailable") from error
         except (TypeError, ValueError, MemoryError) as error:
-            raise refusal(error, _blamed(str(error), call, field)) from error
+            raise refusal(error, _blamed(error, call, field)) from error
 
     def _too_long(self, what: str, field: str) -> ApiError:
         return ApiError(
@@ -128,7 +129,7 @@ class ServedDecoder:
         try:
             return self.lm.tokenizer.apply_chat_template(call.messages, tools=call.tools)
         except ChatTemplateError as error:
-            raise refusal(error, "tools" if "takes no tools" in str(error) else "messages") from error
+            raise refusal(error, error.field) from error
         except ValueError as error:
             raise refusal(error, "messages") from error
 
@@ -139,18 +140,15 @@ class ServedDecoder:
         self.lm.close()
 
 
-def _blamed(message: str, call: GenerationCall, field: str) -> str:
-    """The field that a refusal is about: the one whose argument the message begins with, else the prompt."""
-    names = ("stop_token_ids", "logit_bias", "logprobs", "bad_words", "regex", "grammar", "n")
-    if message.startswith("json_schema"):
-        return "response_format"
-    if message.startswith("prompt asks for n="):
-        return "n"
-    named = next((name for name in names if message.startswith((f"{name} ", f"{name}="))), None)
-    return "top_logprobs" if named == "logprobs" and call.is_chat else named or field
+def _blamed(error: Exception, call: GenerationCall, prompt: str) -> str:
+    """The caller's name of the field that a refusal is about; `prompt` is that of his text."""
+    if not isinstance(error, FieldError) or error.field == "prompt":
+        return prompt
+    in_chats = {"json_schema": "response_format", "logprobs": "top_logprobs"}
+    return in_chats.get(error.field, error.field) if call.is_chat else error.field
 
 
-class ServedEncoder:
+class HostedEncoder:
     """An encoder that a server has open; one thread runs it."""
 
     capabilities = ("embeddings",)
@@ -202,35 +200,35 @@ def _stopped() -> ApiError:
     return ApiError(503, "the server stopped before the answer was complete", code="draining", retry_after=5)
 
 
-Served = ServedDecoder | ServedEncoder
+Hosted = HostedDecoder | HostedEncoder
 
 
 class Models:
     """The open models by name, in the order in which they were named."""
 
     def __init__(self, opened: Mapping[str, LanguageModel | Encoder], settings: ServerSettings) -> None:
-        self.by_name: dict[str, Served] = {
-            name: ServedEncoder(name, model, settings)
+        self.by_name: dict[str, Hosted] = {
+            name: HostedEncoder(name, model, settings)
             if isinstance(model, Encoder)
-            else ServedDecoder(name, model, settings)
+            else HostedDecoder(name, model, settings)
             for name, model in opened.items()
         }
 
-    def decoder(self, name: str) -> ServedDecoder:
+    def decoder(self, name: str) -> HostedDecoder:
         """The language model of that name. Raises ApiError (404, or 400 for an encoder)."""
         model = self.find(name)
-        if not isinstance(model, ServedDecoder):
+        if not isinstance(model, HostedDecoder):
             raise ApiError(400, f"{name!r} embeds texts and generates none", param="model", code="wrong_model")
         return model
 
-    def encoder(self, name: str) -> ServedEncoder:
+    def encoder(self, name: str) -> HostedEncoder:
         """The encoder of that name. Raises ApiError (404, or 400 for a language model)."""
         model = self.find(name)
-        if not isinstance(model, ServedEncoder):
+        if not isinstance(model, HostedEncoder):
             raise ApiError(400, f"{name!r} generates text and embeds none", param="model", code="wrong_model")
         return model
 
-    def find(self, name: str) -> Served:
+    def find(self, name: str) -> Hosted:
         """The model of that name. Raises ApiError (404)."""
         if name not in self.by_name:
             raise ApiError(

@@ -15,7 +15,7 @@ from graphport.runtime.request import Request
 from graphport.runtime.sequence import StreamEvent
 from graphport.runtime.server_errors import ApiError
 from graphport.runtime.server_metrics import ServerMetrics
-from graphport.runtime.server_models import ServedDecoder
+from graphport.runtime.server_models import HostedDecoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class RunningCall:
     """Made and read on the event loop. Its places have been taken; it gives them back."""
 
     def __init__(
-        self, served: ServedDecoder, requests: list[Request[StreamEvent]], metrics: ServerMetrics, *, begin: float
+        self, served: HostedDecoder, requests: list[Request[StreamEvent]], metrics: ServerMetrics, *, begin: float
     ) -> None:
         self.num_prompt_tokens = sum(len(request.sequences[0].prompt_ids) for request in requests)
         self._served = served

@@ -109,6 +109,16 @@ def decoder_stages(decoder: "decoders.Decoder | None") -> list[Stage]:
     return stages
 
 
+def bytes_of_token(token: str, decoder: "decoders.Decoder | None") -> bytes | None:
+    """The bytes of a token that is no text of its own, a part of a character; None if its spelling does not tell."""
+    kinds = {part["type"] for part in _flatten(json.loads(decoder.__getstate__()))} if decoder is not None else set()
+    if "ByteFallback" in kinds and (match := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes([int(match[1], 16)])
+    if "ByteLevel" in kinds and all(character in _BYTE_OF_CHARACTER for character in token):
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    return None
+
+
 def _flatten(config: Config) -> list[Config]:
     if config["type"] != "Sequence":
         return [config]

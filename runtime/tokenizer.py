@@ -16,7 +16,7 @@ import tokenizers
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from graphport.model_def.text_corpus import vocabulary_hash
 from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
-from graphport.runtime.text_stream import TextStream
+from graphport.runtime.text_stream import TextStream, bytes_of_token
 
 
 class Tokenizer:
@@ -110,6 +110,10 @@ class Tokenizer:
         """Text of `ids`, by default without special tokens. Raises ValueError for an id that has no token."""
         checked = [self._checked(id_) for id_ in ids]
         return self._tokenizer.decode(checked, skip_special_tokens=skip_special_tokens)
+
+    def bytes_of_part(self, token: str) -> bytes | None:
+        """The bytes of a token, as the vocabulary spells it, that is a part of a character; None if that is unknown."""
+        return bytes_of_token(token, self._tokenizer.decoder)
 
     def stream(self, *, skip_special_tokens: bool = True) -> TextStream:
         """A decoder for ids that come one by one; what it gives in sum equals `decode`."""

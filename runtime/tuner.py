@@ -93,7 +93,11 @@ def tune_choice(
                 trials.append(unmeasured(what, NO_TIME))
                 continue
             observe(f"measuring {what}")
-            challenger = open_candidate(option)
+            try:
+                challenger = open_candidate(option)
+            except (ValueError, OSError) as error:  # of this alternative alone: what was measured so far is kept
+                trials.append(unmeasured(what, f"left: it cannot be opened ({error})"))
+                continue
             trial = run_trial(what, incumbent, challenger, has_time=lambda: clock() < end)
             trials.append(trial)
             if trial.kept:

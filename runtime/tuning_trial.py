@@ -7,7 +7,6 @@ are judged is `tuner.py`'s; nothing that the manifest lists is changed.
 import dataclasses
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import onnxruntime
-from numpy.typing import NDArray
 
-from graphport.model_def.certificate import Certificate, Check, read_certificate
-from graphport.model_def.certified_runs import CachedModel, Emit, Run, play_runs
+from graphport.model_def.certificate import Certificate, Check, read_certificate, text_of
+from graphport.model_def.decoder_runs import CachedModel
+from graphport.model_def.played_runs import Emit, References, Run, play_runs
 from graphport.model_def.processor import processor_kind
-from graphport.model_def.signature import TUNING_FILE
+from graphport.model_def.signature import LOGITS, TUNING_FILE
+from graphport.model_def.whole_files import write_text
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import default_threads
 from graphport.runtime.limits import checked_count
@@ -47,8 +47,8 @@ class TuneError(ValueError):
 def tune(
     bundle: str | os.PathLike[str],
     *,
-    prompt_tokens: int = PROMPT_TOKENS,
-    new_tokens: int = NEW_TOKENS,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
     max_seconds: float = MAX_SECONDS,
     variants: Sequence[Variant] = (),
     open_choice: OpenChoice | None = None,
@@ -56,7 +56,8 @@ def tune(
 ) -> Tuning:
     """Measure how `bundle` is fastest on this machine, for `write_tuning` to keep.
 
-    Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it; no trial begins after `max_seconds`.
+    Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it, by default 256 and 32, or what a shorter
+    text has room for; no trial begins after `max_seconds`.
     `variants` are fusions by name and what makes a bundle without them: they are timed last and change no choice, for a
     graph is exported, not opened otherwise. `open_choice` opens a choice, by default an `OpenedChoice`. Raises
     TuneError for a bundle that is not a decoder for the CPU and for a request that the certificate's text is too short
@@ -68,7 +69,7 @@ def tune(
     if manifest.target != "cpu" or manifest.kind != "decoder":
         raise TuneError(f"{files.folder} is a {manifest.kind} for {manifest.target}; only decoders for cpu are tuned")
     certificate = read_certificate(files.folder, manifest)
-    request = _request(len(certificate.ids), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    request = _request(len(text_of(certificate)), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     has_packed = not isinstance(find_prepared(files), str)
     processors = default_threads()
     first = Choice(packed=has_packed, threads=processors, spinning=True, prefill_chunk=PREFILL_CHUNKS[manifest.target])
@@ -87,7 +88,11 @@ def tune(
             trials += (unmeasured(what, NO_TIME),)
             continue
         progress(f"measuring {what}")
-        other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
+        try:
+            other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
+        except (ValueError, OSError) as error:  # of this variant alone: what was measured so far is kept
+            trials += (unmeasured(what, f"left: it cannot be made or opened ({error})"),)
+            continue
         trials += (_advised(run_trial(what, opens(choice), other, has_time=lambda: time.monotonic() < end), rule),)
     return Tuning(
         onnxruntime=onnxruntime.__version__,
@@ -118,15 +123,7 @@ def _advised(trial: Trial, rule: str) -> Trial:
 def write_tuning(bundle: str | os.PathLike[str], tuning: Tuning) -> Path:
     """Make `tuning` the bundle's, in place of what was there; returns the file. Raises OSError."""
     path = Path(bundle) / TUNING_FILE
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{TUNING_FILE}.")
-    part = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(tuning.to_dict(), file, indent=1)
-        part.chmod(0o644)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_text(path, json.dumps(tuning.to_dict(), indent=1))
     return path
 
 
@@ -138,12 +135,15 @@ class Request:
     new: int
 
 
-def _request(length: int, *, prompt_tokens: int, new_tokens: int) -> Request:
-    """The request on a text of `length` tokens; the default prompt is shorter where the text is."""
-    prompt, new = checked_count("prompt_tokens", prompt_tokens), checked_count("new_tokens", new_tokens)
-    if prompt == PROMPT_TOKENS and new == NEW_TOKENS and prompt + new > length:
-        prompt, new = length - length // 8, length // 8
-    if not new or prompt + new > length:
+def _request(length: int, *, prompt_tokens: int | None, new_tokens: int | None) -> Request:
+    """The request on a text of `length` tokens; what is not given is no more than the text has room for."""
+    given = [
+        None if count is None else checked_count(name, count)
+        for name, count in (("prompt_tokens", prompt_tokens), ("new_tokens", new_tokens))
+    ]
+    new = given[1] or min(NEW_TOKENS, length // 8 if given[0] is None else max(length - given[0], 1))
+    prompt = given[0] or min(PROMPT_TOKENS, max(length - new, 1))
+    if new < 1 or prompt + new > length:
         raise TuneError(
             f"prompt_tokens ({prompt}) + new_tokens ({new}) exceed the certificate's text of {length} tokens, on which "
             "choices are measured; give smaller numbers"
@@ -170,30 +170,25 @@ class OpenedChoice:
         self._certificate = certificate
         self._choice = choice
         self._request = request
-        self._ids = np.array([certificate.ids[:length]], np.int64)
+        self._ids = np.array([text_of(certificate)[:length]], np.int64)
 
     def checks(self) -> Sequence[Check]:
         """See Candidate: the request's last row of every piece and its single tokens, against the original."""
-        run = Run(name="request", inputs=self._choice.words(), play=self._play)
-        return play_runs(
-            ServedModel(self._session, max_length=self._ids.shape[1]),
-            [run],
-            self._certificate.ids,
-            original=self._certificate.original,
-            shipped={},
-            limits=[limit for limit in self._certificate.limits if limit.against == "original"],
-        ).checks
+        run = Run(name="request", inputs=self._choice.words(), output=LOGITS, play=self._play)
+        limits = [limit for limit in self._certificate.limits if limit.against == "original"]
+        references = References(original=self._certificate.original, limits=limits)
+        return play_runs(ServedModel(self._session, max_length=self._ids.shape[1]), [run], references).checks
 
     def seconds(self) -> float:
         """See Candidate."""
         model = ServedModel(self._session, max_length=self._ids.shape[1])
         begin = time.perf_counter()
-        self._play(model, self._ids[0], lambda _, __: None)
+        self._play(model, lambda _, __: None)
         return time.perf_counter() - begin
 
-    def _play(self, model: CachedModel, ids: NDArray[np.int64], emit: Emit) -> None:
+    def _play(self, model: CachedModel, emit: Emit) -> None:
         prompt, end, size = self._request.prompt, self._request.prompt + self._request.new, self._choice.prefill_chunk
         cuts = [*range(0, prompt, size), *range(prompt, end), end]
         model.open_cache(1)
         for begin, stop in pairwise(cuts):
-            emit([stop - 1], model.step(ids[None, begin:stop]))
+            emit([stop - 1], model.step(self._ids[:, begin:stop]))

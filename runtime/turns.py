@@ -22,6 +22,7 @@ class Turns:
         # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
         self._turn = threading.Condition(threading.Lock())
         self._is_stepping = False
+        self._num_steps = 0
 
     def run(self, requests: Many[Request[Any]]) -> None:
         """Run requests to their end, their results unread. Raises the first error; none goes on after that."""
@@ -31,6 +32,7 @@ class Turns:
                 while not request.is_finished:
                     request.results.clear()  # what they are is read from the sequences at the end
                     self.advance([request])
+                self._let_step_end()  # rows are handed over after the last token
                 request.raise_error()
         finally:
             self.cancel(requests)
@@ -105,12 +107,20 @@ class Turns:
                 return
             engine = self.need_engine()
             self._is_stepping = True
+            self._num_steps += 1
         try:
             engine.step()
         finally:
             with self._turn:
                 self._is_stepping = False
                 self._turn.notify_all()
+
+    def _let_step_end(self) -> None:
+        """Wait for the end of the step that another thread runs, if one does."""
+        with self._turn:
+            number = self._num_steps
+            while self._is_stepping and self._num_steps == number:
+                self._turn.wait()
 
 
 def _is_reached(requests: Many[Request[Any]]) -> bool:

@@ -1,13 +1,11 @@
-"""Run a bundle's certificate again on this machine: through the session, cache and tokenizer that serve.
+"""Run a bundle's certificate again on this machine: through the session and tokenizer that serve.
 
 In: a bundle folder. Out: checks, and what is other here than where the certificate was made. It needs no torch; a fresh
 reference comes from outside (see `export/verify.py`).
 """
 
 import dataclasses
-import os
 import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,27 +17,23 @@ from graphport.model_def.certificate import (
     error_series,
     read_certificate,
 )
-from graphport.model_def.certified_runs import Evidence, planned_runs, play_runs
-from graphport.model_def.file_hashes import hash_file
+from graphport.model_def.file_hashes import record_file
+from graphport.model_def.played_runs import Evidence, References
 from graphport.model_def.signature import (
     CERTIFICATE_FILE,
     MANIFEST_FILE,
-    FileRecord,
     Manifest,
     ManifestError,
     read_manifest,
 )
 from graphport.model_def.text_corpus import CHATS, TEXTS, Message, TextEvidence
+from graphport.model_def.whole_files import write_text
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.certified_bundle import changed_files, surroundings
+from graphport.runtime.certified_model import open_certified
 from graphport.runtime.chat_template import ChatTemplateError
 from graphport.runtime.device import DeviceWish
-from graphport.runtime.memory_plan import RunLimits
-from graphport.runtime.served_model import ServedModel
-from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
-
-_MOST_ROWS_AT_ONCE = 3  # of the runs' batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +63,7 @@ def verify(
     keep_rows: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Verification:
-    """Check the files' hashes, tokenizer, chat template, and the logits of every run of the certificate.
+    """Check the files' hashes, tokenizer, chat template, and the rows of every run of the certificate.
 
     `certificate`: the one to hold the bundle to, by default its own. `references`: checks of that one's reference, to
     be counted too. `keep_rows` makes the bundle's rows anew, for a certificate that is to be written. Raises
@@ -86,23 +80,18 @@ def verify(
     opened = open_bundle(folder)
     checks = [files, *references, *_text_checks(opened, held_to.texts)]
     progress("opening the graph")
-    length = len(held_to.ids)
-    limits = RunLimits(max_batch=_MOST_ROWS_AT_ONCE, max_length=length, prefill_chunk=length)
-    session = Session(opened, device=device, limits=limits, threads=threads, prepared=not keep_rows)
-    here = surroundings(session.device)
+    model = open_certified(opened, held_to.inputs, device=device, threads=threads, prepared=not keep_rows)
+    here = surroundings(model.device)
     differences = () if certificate is not None and keep_rows else here.differences(held_to.candidate)
-    if session.is_prepared:
+    if model.is_prepared:
         differences = (*differences, "graph: as exported in the certificate, packed for this processor here")
-    evidence = play_runs(
-        ServedModel(session, max_length=length),
-        planned_runs(manifest.config, length),
-        held_to.ids,
+    rows = References(
         original=held_to.original,
         shipped={} if keep_rows else held_to.shipped,
         limits=[limit for limit in held_to.limits if limit.where == "anywhere" or not differences],
-        observe=progress,
         keep_rows=keep_rows,
     )
+    evidence = model.play(rows, observe=progress)
     checks += evidence.checks
     notes = (*differences, *(f"not covered: {words}" for words in held_to.uncovered))
     made = _measured(held_to, here, tuple(checks), evidence, keep_rows=keep_rows)
@@ -118,10 +107,10 @@ def write_certificate(folder: Path, verification: Verification) -> None:
         raise ValueError(f"{folder}: a check failed, so no certificate was written")
     manifest = read_manifest(folder)
     path = folder / CERTIFICATE_FILE
-    _replace(path, verification.certificate.to_json())
-    record = FileRecord(size=path.stat().st_size, sha256=hash_file(path))
+    write_text(path, verification.certificate.to_json())
+    record = record_file(path)
     listed = dataclasses.replace(manifest, files={**manifest.files, CERTIFICATE_FILE: record})
-    _replace(folder / MANIFEST_FILE, listed.to_json())
+    write_text(folder / MANIFEST_FILE, listed.to_json())
 
 
 def _measured(
@@ -191,15 +180,3 @@ def _rendered(tokenizer: Tokenizer, chat: Sequence[Message]) -> str | None:
         return tokenizer.render_chat_template(chat)
     except ChatTemplateError:  # the reference may refuse the chat too
         return None
-
-
-def _replace(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    part = Path(name)
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.chmod(0o644)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -14,8 +14,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from graphport.export.bundle import record_file
 from graphport.model_def.certificate import certified_files
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.signature import CERTIFICATE_FILE, GRAPH_FILE, MANIFEST_FILE, WEIGHTS_FILE, read_manifest
 
 

@@ -18,8 +18,8 @@ from tiny_sources import write_tiny_source
 from graphport.cli import main
 from graphport.export import export
 from graphport.export.verify import fresh_certificate
-from graphport.model_def.certificate import CertificateError, Surroundings, read_certificate
-from graphport.model_def.certified_runs import planned_runs, text_length, uncovered
+from graphport.model_def.certificate import CertificateError, Surroundings, read_certificate, text_of
+from graphport.model_def.decoder_runs import planned_runs, text_length, uncovered
 from graphport.model_def.position_config import RotaryPosition, YarnScaling
 from graphport.model_def.signature import CERTIFICATE_FILE, TOKENIZER_FILE, WEIGHTS_FILE, read_manifest
 from graphport.runtime import certified_bundle, load
@@ -55,8 +55,8 @@ def test_the_certificate_says_what_was_compared_with_what(made: Path) -> None:
     assert certificate.reference["dtype"] == "float32"
     assert certificate.candidate["provider"] == "CPUExecutionProvider"
     assert certificate.candidate["accuracy_level"] == 4
-    assert certificate.origin == "the shipped English text"
-    assert len(certificate.ids) == manifest.max_length == 128
+    assert certificate.inputs.origin == "the shipped English text"
+    assert len(text_of(certificate)) == manifest.max_length == 128
     assert list(certificate.shipped) == list(certificate.errors) == RUNS
     assert all(check.passed for check in certificate.checks)
     for run in RUNS:
@@ -115,7 +115,7 @@ def test_against_the_source_compares_with_eager_again(bundle: Path, source: Path
     result = verify(bundle, certificate=fresh, references=(again,), device="cpu", threads=1)
     assert result.passed
     assert again in result.checks
-    assert again.name == "reference: max_abs of the stored rows against eager PyTorch"
+    assert again.name == "reference: logits of the certificate against eager PyTorch, relative"
     assert again.measured < 1e-5
 
 
@@ -128,7 +128,7 @@ def test_another_source_is_refused_and_other_weights_fail(bundle: Path, tmp_path
     fresh, references = fresh_certificate(made, f"{other}:make")
     result = verify(made, certificate=fresh, references=references, device="cpu", threads=1)
     failed = [check.name for check in result.checks if not check.passed]
-    assert "reference: max_abs of the stored rows against eager PyTorch" in failed
+    assert "reference: logits of the certificate against eager PyTorch, relative" in failed
     assert "prefill: max_abs against eager PyTorch" in failed
 
 
@@ -153,12 +153,12 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "none": (lambda bundle: (bundle / CERTIFICATE_FILE).unlink(), "has no certificate.json, so nothing says"),
     "truncated": (truncate, "is damaged"),
     "newer": (
-        lambda bundle: change_certificate(bundle, format=4),
-        "has format 4, this graphport reads 3; install a newer",
+        lambda bundle: change_certificate(bundle, format=5),
+        "has format 5, this graphport reads 4; install a newer",
     ),
     "older": (
-        lambda bundle: change_certificate(bundle, format=2),
-        "has format 2, this graphport reads 3; make one with",
+        lambda bundle: change_certificate(bundle, format=3),
+        "has format 3, this graphport reads 4; make one with",
     ),
     "other bytes": (lambda bundle: change_certificate(bundle, files={"model.onnx": "0"}), "is for other bytes than"),
     "no text": (
@@ -295,14 +295,18 @@ def test_texts_go_beyond_windows_and_scalings_and_say_what_they_do_not_reach() -
         )
         return make_config(dataclasses.replace(plain, attention=attention), max_positions=8192)
 
-    assert text_length(config(None, None), 8192) == 512
-    assert text_length(config(600, None), 8192) == 616
+    assert text_length(config(None, None), 8192) == 2048  # a small model, on which eager is fast
+    large = dataclasses.replace(config(None, None), hidden_size=8192)
+    assert text_length(large, 8192) == 512
+    assert text_length(dataclasses.replace(config(600, None), hidden_size=8192), 8192) == 616
     assert text_length(config(600, None), 610) == 610
     both = config(600, 1024)
-    assert text_length(both, 8192) == 1040
-    names = [run.name for run in planned_runs(both, 1040)]
+    assert text_length(dataclasses.replace(both, hidden_size=8192), 8192) == 1040
+    names = [run.name for run in planned_runs(both, [0] * 1040)]
     assert names[-2:] == ["window of 600", "rotary scaling at 1024"]
-    assert uncovered(both, 8192, 1040) == ("lengths from 1041 to 8192",)
+    assert uncovered(both, 8192, 1040) == (
+        "lengths from 1041 to 8192: eager PyTorch would take longer on them than the export",
+    )
     assert uncovered(config(4096, None), 8192, 512)[1] == "window of 4096: it lies beyond the text"
 
 

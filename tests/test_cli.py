@@ -24,8 +24,8 @@ CONTRACT = {
     "export": "SOURCE OUT --accuracy-level --calibration --context --debug --disable-pass --force --image-size "
     "--kv-cache --max-kl --no-prepare --no-verify --precision --require-exact --require-fused --seed "
     "--target",
-    "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
-    "--seed --stop --temperature --top-k --top-p",
+    "generate": "BUNDLE PROMPT --chat --debug --device --json --language --length-penalty --max-new-tokens --min-p "
+    "--num-beams --raw --repetition-penalty --seed --source-language --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
     "prepare": "BUNDLE --debug",
     "tune": "BUNDLE --against --debug --json --max-seconds --new-tokens --prompt-tokens",

@@ -26,7 +26,7 @@ from graphport.export.source_graph import compile_source, trace_source, write_so
 from graphport.export.source_runner import SourceRunner
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.export.verify_encoder import verify_encoder
+from graphport.export.verify_encoder_decoder import verify_encoder_decoder
 from graphport.model_def.checkpoint import load_checkpoint
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import ENCODER_GRAPH_FILE, GRAPH_FILE, decoder_signature
@@ -181,11 +181,11 @@ def test_all_that_computes_lands_on_cuda(staged: Staged, cuda: cuda_stubs.Placer
 
 
 def test_verify_runs_the_evidence_again_and_finds_other_weights(staged: Staged, tmp_path: Path) -> None:
-    checks = verify_encoder(staged.bundle, against=staged.folder / "source")
+    checks = verify_encoder_decoder(staged.bundle, against=staged.folder / "source")
     assert len(checks) == 3
     assert all(check.passed for check in checks)
     make_encoder_decoder(staged.name, seed=1).save_pretrained(tmp_path)
-    assert [check.passed for check in verify_encoder(staged.bundle, against=tmp_path)] == [True, True, False]
+    assert [check.passed for check in verify_encoder_decoder(staged.bundle, against=tmp_path)] == [True, True, False]
 
 
 def test_int8_bundles_hold_to_eager_within_their_limit(staged: Staged, tmp_path: Path) -> None:

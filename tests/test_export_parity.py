@@ -27,7 +27,7 @@ from graphport.export.parity import (
 from graphport.export.pipeline import compile_graph
 from graphport.export.source import SourceModel
 from graphport.model_def.certificate import Check
-from graphport.model_def.certified_runs import NUM_IDS
+from graphport.model_def.decoder_runs import NUM_IDS
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import GRAPH_FILE, GenerationDefaults
 

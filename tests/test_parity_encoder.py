@@ -17,17 +17,17 @@ from parity import assert_parity
 from tiny_models import attention, block, decoder, tiny_encoder_configs, tiny_model
 
 from graphport.export.bundle import write_graph
-from graphport.export.certify_encoder import eager_states, parity_rows
 from graphport.export.encoder_parity import STATE_TOLERANCES, check_states, compare_states
-from graphport.export.encoder_runner import EncoderRunner, Row, States
+from graphport.export.encoder_runner import EncoderRunner, States
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_export import export
 from graphport.export.parity import ParityError
 from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA, Target, TargetError
+from graphport.export.text_feed import eager_states, parity_rows
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.export.verify_encoder import verify_encoder
+from graphport.model_def.certified_inputs import Row
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.ops import pool
@@ -35,6 +35,7 @@ from graphport.model_def.readout_config import PoolingConfig, PoolingKind
 from graphport.model_def.signature import GRAPH_FILE, Signature, TensorSpec, encoder_signature
 from graphport.model_def.transformer import Transformer
 from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.verification import verify
 
 CONFIGS = {name: config for name, config in tiny_encoder_configs().items() if config.head == "none"}
 EXACT = dataclasses.replace(CPU, accuracy_level=None)  # activations stay float: only the weights differ
@@ -294,11 +295,13 @@ def test_a_bundle_is_certified_and_verified_again(precision: str, tmp_path: Path
     bundle = export(model, tmp_path / "out", precision=precision)
     assert bundle.manifest.kind == "encoder"
     assert bundle.manifest.cache_dtype is None
-    assert len(bundle.certificate) == 5
+    assert [check.name.split(":")[0] for check in bundle.certificate][:3] == ["exported", "compiled", "compiled"]
     assert all(check.passed for check in bundle.certificate)
-    checks = verify_encoder(bundle.path)
-    assert [check.name for check in checks[1:]] == ["neighbours: a padded batch against each text alone, relative"]
-    assert all(check.passed for check in checks)
+    result = verify(bundle.path, device="cpu", threads=1)
+    assert result.passed
+    again = [check for check in result.checks if "relative against itself" in check.name]
+    assert len(again) == 2 * len(bundle.manifest.signature.outputs)
+    assert all(check.measured < 1e-6 for check in again)
 
 
 def test_a_decoder_in_fp32_on_cuda_and_a_cache_for_an_encoder_are_refused(tmp_path: Path) -> None:

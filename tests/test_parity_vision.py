@@ -16,17 +16,18 @@ from tiny_vision import make_pixels, make_vision, reference_outputs, save_vision
 
 from graphport.export import export
 from graphport.export.bundle import write_graph
-from graphport.export.certify_images import image_states
+from graphport.export.image_feed import image_states
 from graphport.export.model_kinds import IMAGE_ENCODER
 from graphport.export.parity import ParityError
 from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.export.verify_encoder import verify_encoder
+from graphport.export.verify import fresh_certificate
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GRAPH_FILE
 from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.verification import verify
 
 # one of each way to cut, add, norm and read out
 KINDS = ("vit", "deit with teacher", "dinov2 swiglu", "dinov2 classifier", "clip", "siglip")
@@ -84,7 +85,7 @@ def test_b132_the_compiled_graph_equals_transformers(
         for count in (1, 5):
             pixels = make_pixels(count, *size)
             states, vectors = reference_outputs(kind, reference, pixels)
-            found = image_states(tmp_path / GRAPH_FILE, [pixels])
+            found = image_states(tmp_path / GRAPH_FILE, [pixels.numpy()])
             _assert_near(np.stack(found.hidden), states)
             assert found.read_out is not None
             assert vectors is not None
@@ -173,7 +174,7 @@ def test_fp16_for_cuda_computes_the_same_on_the_cpu(
     compile_graph(graph, make_plan(opened["clip"].model.config, CUDA, "fp16"))
     write_graph(graph, tmp_path)
     pixels = make_pixels(2, 40, 24)
-    found = image_states(tmp_path / GRAPH_FILE, [pixels], optimize=True)
+    found = image_states(tmp_path / GRAPH_FILE, [pixels.numpy()], optimize=True)
     with torch.inference_mode():
         wanted = opened["clip"].model(pixels).numpy()
     gap = np.abs(np.stack(found.hidden) - wanted).max() / np.abs(wanted).max()
@@ -188,9 +189,8 @@ def test_b132_a_fixed_size_is_in_the_graph_the_manifest_and_the_certificate(
     assert bundle.manifest.max_length == 16
     assert "makes pictures of another size: an image of 32 x 32 is not of the size 40 x 24" in "".join(bundle.notes)
     assert "3 images of 40 x 24" in bundle.certificate[0].name
-    checks = verify_encoder(bundle.path, against=sources["dinov2 swiglu"])
-    assert len(checks) == 3
-    assert all(check.passed for check in checks)
+    fresh, references = fresh_certificate(bundle.path, sources["dinov2 swiglu"])
+    assert verify(bundle.path, certificate=fresh, references=references).passed
     manifest = json.loads((bundle.path / "manifest.json").read_text())
     assert manifest["config"]["image"]["fixed_size"] == [40, 24]
 

@@ -116,7 +116,8 @@ def test_a_row_that_grows_beside_samples_in_prefill_keeps_their_slots(
         Sequence(tuple(random_ids(50, 1)), greedy(), vocab_size=VOCAB, max_total=60, index=index) for index in range(2)
     ]
     engine.submit(row)
-    engine.step()
+    while not row.token_ids:
+        engine.step()
     engine.submit(*group)
     engine.step()
     memory.total = 500 * TOKEN_BYTES

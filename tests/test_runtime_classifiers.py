@@ -89,7 +89,7 @@ def test_texts_are_classified_in_their_order_and_whatever_their_neighbours(folde
         with pytest.raises(ValueError, match="no pooling, so no vector a text; use classify"):
             encoder.encode(IDS)
     with pytest.raises(ValueError, match="is a classifier, for which there is no route; serve decoders"):
-        _is_encoder(folder / "text.bundle")
+        _is_encoder(folder / "text.bundle", None)
 
 
 def test_tokens_are_classified_one_by_one(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Rows of earlier prompts: found by their ids, given up within a budget, and never seen in a result."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -301,3 +302,41 @@ def test_rows_are_copied_in_blocks_that_join_to_the_slot(bundle: TinyBundle) -> 
     for got, expected in zip(cache.read_rows(0, 0, 50), whole, strict=True):
         assert got.tobytes() == expected.tobytes()
     assert cache.lengths.tolist() == [50, 50]
+
+
+@pytest.mark.parametrize("call", [0, 1], ids=["after the prompt", "at the end"])
+def test_rows_that_cannot_be_kept_cost_no_answer_and_no_place(
+    call: int, cold: LanguageModel, warm: LanguageModel, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    engine = warm._engine
+    assert engine is not None
+    keep, calls = engine.reuse.keep, iter(range(10))
+
+    def failing(sequence: Sequence, slot: int) -> None:
+        if next(calls) == call:
+            raise MemoryError("no room for the copy")
+        keep(sequence, slot)
+
+    monkeypatch.setattr(engine.reuse, "keep", failing)
+    with caplog.at_level(logging.WARNING, logger="graphport.runtime.engine"):
+        assert warm.generate([random_ids(40)], greedy()) == cold.generate([random_ids(40)], greedy())
+    assert "rows of a prompt could not be kept" in caplog.text
+    assert engine.cache.num_active == 0
+
+
+def test_a_state_that_cannot_be_handed_over_is_its_owners_error(
+    warm: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = warm._engine
+    assert engine is not None
+
+    def failing(sequence: Sequence, slot: int) -> None:
+        raise MemoryError(f"no room for the rows of slot {slot}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.reuse, "hand_over", failing)
+        for new in (0, 5):
+            with pytest.raises(MemoryError, match="no room for the rows of slot 0"):
+                warm.generate([random_ids(9)], greedy(new, prompt_logprobs=0), keep_state=True)
+    assert engine.cache.num_active == 0
+    assert len(warm.generate([random_ids(9)], greedy(5))[0].token_ids) == 5

@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -53,6 +54,28 @@ def test_b100_a_turn_that_goes_on_from_a_state_equals_a_one_shot_run(model: Lang
     (second,) = model.generate([conversation], greedy(5), state=first.state)
     assert num_steps(model) - before == 5  # one chunk, from which the first id comes, and four
     assert second == model.generate([conversation], greedy(5))[0]
+
+
+def test_a_state_is_there_though_another_thread_runs_the_last_step(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = model._engine
+    assert engine is not None
+    hand_over, has_last_token = engine.reuse.hand_over, threading.Event()
+
+    def slowly(*arguments: Any) -> None:
+        has_last_token.set()  # and not the rows
+        time.sleep(0.2)
+        hand_over(*arguments)
+
+    monkeypatch.setattr(engine.reuse, "hand_over", slowly)
+    request = model.request(random_ids(5), greedy(1), keep_state=True)
+    other = threading.Thread(target=model._turns.run, args=([request],))
+    other.start()
+    assert has_last_token.wait(30)
+    model._turns.run([request])
+    assert request.sequences[0].kept_rows is not None
+    other.join()
 
 
 @pytest.mark.parametrize("length", [0, 1, 19, 20])

@@ -72,7 +72,7 @@ def test_models_are_named_by_their_folders_or_as_told(
         (["{bundle}", "--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
         (["{bundle}", "--grace", "-1"], 1, "grace must be a number of seconds above 0; got -1"),
         (["{bundle}", "--api-key-file", "{bundle}/none"], 1, "No such file"),
-        (["{bundle}", "--max-length", "1000"], 1, "max_length must be 1 to 128"),
+        (["{bundle}", "--max-length", "1000"], 1, "--max-length must be 1 to 128, the limit of .*tiny; got 1000"),
     ],
 )
 def test_bad_arguments_are_told_in_one_line(
@@ -85,6 +85,20 @@ def test_bad_arguments_are_told_in_one_line(
     assert error.startswith("graphport: error: ")
     with pytest.raises(ValueError, match=why):
         raise ValueError(error)
+
+
+def test_a_later_bundle_that_cannot_be_served_is_refused_before_the_first_is_opened(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = write_tiny_bundle(tmp_path / "short", max_length=64).folder
+    monkeypatch.setattr("graphport.runtime.load", lambda *_, **__: pytest.fail("a bundle was opened"))
+    for later, options, why in (
+        (tmp_path / "none", [], "none"),
+        (short, ["--max-length", "100"], "--max-length must be 1 to 64, the limit of .*short; got 100"),
+    ):
+        assert main(["serve", str(bundle), str(later), "--port", "0", *options]) == 1
+        with pytest.raises(ValueError, match=why):
+            raise ValueError(capsys.readouterr().err.splitlines()[-1])
 
 
 @pytest.mark.parametrize("package", ["uvicorn", "starlette", "prometheus_client"])

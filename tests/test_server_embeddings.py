@@ -14,7 +14,7 @@ from tiny_server import TinyServer, serving, wait_until
 from graphport.export import export
 from graphport.runtime import load_encoder
 from graphport.runtime.encoder import Encoder, require_finite
-from graphport.runtime.server_models import ServedEncoder
+from graphport.runtime.server_models import HostedEncoder
 from graphport.runtime.server_settings import ServerSettings
 
 PATH = "/v1/embeddings"
@@ -54,7 +54,7 @@ def texts(count: int) -> dict[str, Any]:
     return {"model": "bert", "input": ["x"] * count}
 
 
-def served(server: TinyServer) -> ServedEncoder:
+def served(server: TinyServer) -> HostedEncoder:
     return server.server._models.encoder("bert")
 
 

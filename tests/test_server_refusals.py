@@ -1,5 +1,6 @@
 """What a server refuses: each bad field by name, bad bodies, missing keys, unknown paths, a full queue."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,8 @@ def test_a_form_of_another_site_is_refused(server: TinyServer) -> None:
     reply = server.ask(COMPLETIONS, raw=b'{"model": "tiny"}', content_type="text/plain")
     assert (reply.status, reply.json["error"]["code"]) == (415, "bad_content_type")
     assert server.ask(COMPLETIONS, raw=b"{}", content_type="application/json; charset=utf-8").status == 400
+    packed = server.ask(COMPLETIONS, raw=gzip.compress(b"{}"), content_encoding="gzip")
+    assert (packed.status, packed.json["error"]["code"]) == (415, "bad_content_encoding")
 
 
 def test_unknown_paths_and_methods_are_told(server: TinyServer) -> None:

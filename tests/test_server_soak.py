@@ -6,7 +6,8 @@ from typing import Any
 
 import psutil
 import pytest
-from soak import Said, Soak, ask, mixed_cases, run_soak
+from soak import Soak, run_soak
+from soak_callers import Said, ask, mixed_cases
 from tiny_bundles import write_tiny_bundle
 from tiny_server import serving, wait_until
 

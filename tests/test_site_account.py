@@ -77,7 +77,7 @@ def test_what_cannot_be_switched_off_is_refused_before_any_work(rule: str, messa
     assert set(OPTIONAL_RULES) < set(RULES)
 
 
-def test_a_bundle_without_fusions_is_certified_and_says_so(tmp_path: Path) -> None:
+def test_b66_a_bundle_without_fusions_is_certified_and_says_so(tmp_path: Path) -> None:
     off = ("residual_norm", "silu", "packed_qkv")
     bundle = export(tiny_model("llama"), tmp_path / "b", precision="int8", disable_passes=off)
     account = json.loads((bundle.path / "fusions.json").read_text(encoding="utf-8"))

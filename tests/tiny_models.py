@@ -29,8 +29,8 @@ from graphport.model_def.position_config import (
     RotaryPosition,
     SinusoidalPosition,
     YarnScaling,
+    length_switch,
 )
-from graphport.model_def.positions import length_switch
 from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
 from graphport.model_def.transformer import Transformer
 

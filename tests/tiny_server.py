@@ -15,7 +15,7 @@ from typing import Any
 
 from graphport.runtime import load
 from graphport.runtime.server import Server, open_socket
-from graphport.runtime.server_models import ServedDecoder
+from graphport.runtime.server_models import HostedDecoder
 from graphport.runtime.server_settings import ServerSettings
 
 JSON = {"content-type": "application/json"}
@@ -56,7 +56,7 @@ class TinyServer:
         return connection
 
     @property
-    def decoder(self) -> ServedDecoder:
+    def decoder(self) -> HostedDecoder:
         return self.server._models.decoder("tiny")
 
     @property

@@ -59,9 +59,7 @@ def answer(
     write: Callable[[str], None] | None,
     options: "RequestArguments | None" = None,
 ) -> Answer:
-    """Stream the answer to `prompt`, handing each piece of text to `write`; that of beam search comes at its end."""
-    if sampling.num_beams > 1:
-        return _searched(lm, prompt, sampling, write=write, options=options or {})
+    """Stream the answer to `prompt`, handing each piece of text to `write`."""
     start = time.perf_counter()
     times: list[float] = []
     pieces: list[str] = []
@@ -87,15 +85,16 @@ def answer(
     )
 
 
-def _searched(
+def search(
     lm: "LanguageModel",
     prompt: str | list[int],
     sampling: "SamplingParams",
     *,
     write: Callable[[str], None] | None,
-    options: "RequestArguments",
+    options: "RequestArguments | None" = None,
 ) -> Answer:
-    (output,) = lm.generate([prompt], sampling, **options)
+    """The answer of beam search, which is known at its end; see `answer`."""
+    (output,) = lm.generate([prompt], sampling, **(options or {}))
     if write is not None:
         write(output.text)
     return Answer(

@@ -5,7 +5,6 @@ In: a bundle folder. Out: a `Report`, text on stderr. It verifies and runs nothi
 
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.table import Table
 from graphport.cli_tables import CheckRow, print_bundle, print_line, print_notes, print_table
 from graphport.model_def.readout_config import PoolingConfig
 from graphport.model_def.signature import CERTIFICATE_FILE, FUSIONS_FILE, TUNING_FILE, Manifest, read_manifest
+from graphport.model_def.whole_files import write_text
 from graphport.report_page import report_page
 
 _CACHE_NAMES = {"uint8": "int4", "float8e4m3fn": "fp8"}  # where `--kv-cache` calls an element type otherwise
@@ -209,10 +209,7 @@ def write_page(report: Report, path: Path, *, with_times: bool) -> None:
     account = _read_json(report.path / FUSIONS_FILE) or {}
     certificate = _read_json(report.path / CERTIFICATE_FILE)
     text = report_page(report.to_dict(), _facts(report), account, certificate, times)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as name:
-        part = Path(name) / path.name
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+    write_text(path, text)
 
 
 def _pooling(pooling: PoolingConfig) -> str:

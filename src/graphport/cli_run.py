@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from graphport import cli_tables
-from graphport.cli_answers import answer, chat_turns, prompt_of, timing_line
+from graphport.cli_answers import answer, chat_turns, prompt_of, search, timing_line
 from graphport.cli_options import BundlePath, Debug, Json
 
 if TYPE_CHECKING:
@@ -67,10 +67,16 @@ def generate(
     sampling = _sampling(max_new_tokens, temperature=temperature, **optional)
     from graphport.runtime import load_language_model
 
-    lm = load_language_model(bundle, device=device, max_batch=sampling.num_beams)
-    options: RequestArguments = {"language": language, "source_language": source_language}
+    options: RequestArguments = {}
+    if language is not None:
+        options["language"] = language
+    if source_language is not None:
+        options["source_language"] = source_language
+    beams = 1 if num_beams is None else num_beams
+    lm = load_language_model(bundle, device=device, max_batch=beams)
     asked = prompt_of(lm, text, chat=chat)
-    result = answer(lm, asked, sampling, write=None if as_json else _write, options=options)
+    choose = search if beams > 1 else answer
+    result = choose(lm, asked, sampling, write=None if as_json else _write, options=options)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
         return

@@ -78,10 +78,13 @@ def serve(
         api_keys=() if api_key_file is None else read_api_keys(api_key_file),
     )
     log_as_json(debug=debug)
+    encoders = {name for name, folder in named.items() if _is_encoder(folder, max_length)}  # all, before one is opened
+    if prompt_lookup and len(encoders) == len(named):
+        raise ValueError("--prompt-lookup drafts tokens, and none of the bundles generates any: leave it out")
     opened: dict[str, LanguageModel | Encoder] = {}
     with open_socket(host, port) as listening:
         for name, folder in named.items():
-            is_encoder = _is_encoder(folder)
+            is_encoder = name in encoders
             model = load(
                 folder,
                 device=device,
@@ -121,9 +124,13 @@ def _named(bundles: Sequence[str]) -> dict[str, Path]:
     return named
 
 
-def _is_encoder(folder: Path) -> bool:
-    """Whether texts are encoded and not continued. Raises ValueError for what has no route."""
+def _is_encoder(folder: Path, max_length: int | None) -> bool:
+    """Whether texts are encoded and not continued.
+
+    Raises ValueError for what has no route, and for a limit beyond the bundle's own.
+    """
     from graphport.runtime import open_bundle
+    from graphport.runtime.limits import checked_count
 
     manifest = open_bundle(folder).manifest
     kind = manifest.kind
@@ -132,6 +139,8 @@ def _is_encoder(folder: Path) -> bool:
     if kind == "encoder" and manifest.config.pooling is None:
         what = "has no pooling, so no vector a text" if manifest.config.classifier is None else "is a classifier"
         raise ValueError(f"{folder} {what}, for which there is no route; serve decoders and encoders that embed texts")
+    if max_length is not None:
+        checked_count("--max-length", max_length, most=manifest.max_length, reason=f", the limit of {folder}")
     return kind == "encoder"
 
 

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 def tune(
     bundle: BundlePath,
     *,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt of the request that is timed.")] = 256,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that it gets, one by one.")] = 32,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Prompt of the request that is timed; 256 where the text has room.")
+    ] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that it gets, one by one; 32 where the text has room.")
+    ] = None,
     against: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Also export SOURCE without each fusion, and time that.")
     ] = None,

@@ -39,23 +39,19 @@ def verify(
     _debug: Debug = False,
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    if read_manifest(bundle).kind != "decoder":  # encoders, images, encoder-decoders
+    if read_manifest(bundle).kind == "encoder_decoder":
         given = {"--write": write, "--invariance": invariance, "--device": device != "auto"}
-        _verify_encoder(bundle, against, given=given, as_json=as_json)
+        _verify_encoder_decoder(bundle, against, given=given, as_json=as_json)
         return
-    from graphport.runtime.bundle_files import open_bundle
-    from graphport.runtime.invariance import check_invariance
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
     with cli_tables.progress_lines() as progress:
-        fresh, references = (None, ()) if against is None else _fresh_certificate(bundle, against, progress)
-        result = run(
-            bundle, certificate=fresh, references=references, device=device, keep_rows=write, progress=progress
-        )
+        fresh, again = (None, ()) if against is None else _fresh_certificate(bundle, against, progress, replace=write)
+        result = run(bundle, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress)
         checks = result.checks
         if invariance and result.certificate is not None:
-            checks += check_invariance(open_bundle(bundle), result.certificate.ids, device=device, observe=progress)
+            checks += _check_invariance(bundle, result.certificate, device, progress)
     rows = [cli_tables.check_row(check) for check in checks]
     passed = result.passed and all(row.passed for row in rows)
     is_written = write and passed
@@ -72,20 +68,21 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_encoder(bundle: Path, against: str | None, *, given: dict[str, bool], as_json: bool) -> None:
-    """An encoder has no compact certificate yet: its graph is run again on padded batches, by the exporter."""
+def _verify_encoder_decoder(bundle: Path, against: str | None, *, given: dict[str, bool], as_json: bool) -> None:
+    """Its certificate has no rows: the exporter runs its two graphs again."""
     for option, is_given in given.items():
         if is_given:
-            raise typer.BadParameter(f"{option} is for decoders, and {bundle} is an encoder")
+            raise typer.BadParameter(f"{option} needs a certificate with rows, and {bundle} is an encoder-decoder")
     try:
-        from graphport.export.verify_encoder import verify_encoder
+        from graphport.export.verify_encoder_decoder import verify_encoder_decoder as run
     except ModuleNotFoundError as error:
         raise missing_dependency("verify", error) from error
     with cli_tables.progress_lines() as progress:
-        rows = [cli_tables.check_row(check) for check in verify_encoder(bundle, against=against, progress=progress)]
+        rows = [cli_tables.check_row(check) for check in run(bundle, against=against, progress=progress)]
     passed = bool(rows) and all(row.passed for row in rows)
     if as_json:
-        print(json.dumps({"passed": passed, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
+        facts = {"passed": passed, "written": False, "notes": ()}
+        print(json.dumps({**facts, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
     else:
         cli_tables.print_checks(rows)
         print("passed" if passed else "failed")
@@ -93,11 +90,25 @@ def _verify_encoder(bundle: Path, against: str | None, *, given: dict[str, bool]
         raise typer.Exit(1)
 
 
+def _check_invariance(
+    bundle: Path, certificate: "Certificate", device: Device, progress: "Callable[[str], None]"
+) -> "tuple[Check, ...]":
+    from graphport.model_def.certificate import text_of
+    from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.encoder_invariance import check_encoder_invariance
+    from graphport.runtime.invariance import check_invariance
+
+    opened = open_bundle(bundle)
+    if opened.manifest.kind == "decoder":
+        return check_invariance(opened, text_of(certificate), device=device, observe=progress)
+    return check_encoder_invariance(opened, certificate.inputs, device=device, observe=progress)
+
+
 def _fresh_certificate(
-    bundle: Path, against: str, progress: "Callable[[str], None]"
+    bundle: Path, against: str, progress: "Callable[[str], None]", *, replace: bool
 ) -> "tuple[Certificate, tuple[Check, ...]]":
     try:
         from graphport.export.verify import fresh_certificate
     except ModuleNotFoundError as error:
         raise missing_dependency("verify --against", error) from error
-    return fresh_certificate(bundle, against, progress=progress)
+    return fresh_certificate(bundle, against, replace=replace, progress=progress)

@@ -43,7 +43,7 @@ def report_page(
         ),
         *_tuning_parts(report["tuning"]),
         "<h2>Certificate</h2>",
-        *_certificate_parts(certificate),
+        *_certificate_parts(certificate, is_decoder=report["manifest"]["kind"] == "decoder"),
         "<h2>Graph, place by place</h2>",
         *_graph_parts(account, times),
     ]
@@ -74,7 +74,7 @@ def _tuning_parts(tuning: Json | None) -> list[str]:
     return ["<h2>Tuned on this machine</h2>", f"<p>Timed: {escape(tuning['request'])}.</p>", _table(heads, rows)]
 
 
-def _certificate_parts(certificate: Json | None) -> list[str]:
+def _certificate_parts(certificate: Json | None, *, is_decoder: bool) -> list[str]:
     if certificate is None:
         return ["<p>None: nothing in this bundle says that it is the original model.</p>"]
     checks = [
@@ -95,17 +95,18 @@ def _certificate_parts(certificate: Json | None) -> list[str]:
     parts.append(_table(("check", "measured", "tolerance", "", "inputs", "detail"), checks))
     missing = certificate.get("uncovered", ())
     parts += [f"<p>Not covered: {escape('; '.join(missing))}.</p>"] if missing else []
-    parts += [_chart(run, series) for run, series in certificate.get("errors", {}).items()]
+    parts += [_chart(run, series, is_decoder=is_decoder) for run, series in certificate.get("errors", {}).items()]
     for name, series in certificate.get("layers", {}).items():
         parts += _layer_parts(name, series)
     return parts
 
 
-def _chart(run: str, series: Json) -> str:
-    """KL by position on a logarithmic scale, or the largest difference where the divergence is nothing throughout."""
-    kind = "kl" if max(series["kl"]) > 1e-7 else "max_abs"
-    label = "KL in nats" if kind == "kl" else "largest difference of a logit"
-    caption = f"{run}: {label} by position in the text, logarithmic"
+def _chart(run: str, series: Json, *, is_decoder: bool) -> str:
+    """KL by position on a logarithmic scale; the largest difference where that is nothing; of encoders the relative."""
+    kind = "relative" if not is_decoder else "kl" if max(series["kl"]) > 1e-7 else "max_abs"
+    labels = {"kl": "KL in nats", "max_abs": "largest difference of a logit", "relative": "relative error"}
+    place = "position in the text" if is_decoder else "row"
+    caption = f"{run}: {labels[kind]} by {place}, logarithmic"
     return _figure(caption, series["positions"], series[kind], name="position")
 
 
