@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from graphport.export.bundle import record_file, write_graph, write_json
+from graphport.export.bundle import write_graph, write_json
 from graphport.export.certify import text_ids
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import check, compare
@@ -28,6 +28,7 @@ from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.file_hashes import record_file
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Manifest
 from graphport.model_def.transformer import Transformer
