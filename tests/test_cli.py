@@ -172,6 +172,7 @@ def test_a_stream_closed_from_the_start_is_an_empty_one(closed: str) -> None:
     script = textwrap.dedent("""
         import sys, types
         class Model:
+            manifest = types.SimpleNamespace(kind="decoder")
             tokenizer = types.SimpleNamespace(has_chat_template=False, encode=lambda text: [len(text)])
             def stream(self, ids, sampling):
                 yield types.SimpleNamespace(text=str(ids), token_id=1, finish_reason="stop")

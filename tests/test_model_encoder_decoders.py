@@ -183,7 +183,7 @@ def test_causal_buckets_equal_transformers(read: tuple[Any, Checkpoint, Path]) -
 @torch.inference_mode()
 def test_the_original_transformer_equals_that_of_torch() -> None:
     """Post-norm, ReLU, alternating sines and cosines, embeddings times the root of the width (Vaswani et al. 2017)."""
-    own = AttentionConfig(num_heads=3, num_kv_heads=3, head_dim=8, causal=False, qkv_bias=True, output_bias=True)
+    own = AttentionConfig(num_heads=4, num_kv_heads=4, head_dim=6, causal=False, qkv_bias=True, output_bias=True)
     norm = NormConfig(kind="layer", epsilon=1e-5, bias=True)
     block = BlockConfig(
         attention=own,
@@ -205,7 +205,7 @@ def test_the_original_transformer_equals_that_of_torch() -> None:
     config = dataclasses.replace(encoder, blocks=(reader,) * 2, encoder=encoder, head="tied")
     torch.manual_seed(0)
     model = Transformer(config).eval()
-    reference = torch.nn.Transformer(24, 3, 2, 2, 40, dropout=0.0, batch_first=True).eval()
+    reference = torch.nn.Transformer(24, 4, 2, 2, 40, dropout=0.0, batch_first=True).eval()
     assert model.encoder is not None
     pairs = [(model.encoder, reference.encoder, False), (model, reference.decoder, True)]
     for ours, theirs, reads in pairs:
