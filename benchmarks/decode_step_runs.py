@@ -13,7 +13,14 @@ import onnxruntime
 from numpy.typing import NDArray
 from peer_process import CpuTimes, PeerError
 
-from graphport.model_def.signature import INPUT_IDS, LOGITS, LOGITS_ROWS, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
+from graphport.model_def.signature import (
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_ROWS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    unmoved_windows,
+)
 
 _TOLERANCE = 0.05  # of the largest logit: one place of a rounded cache or activation more or less, a fault gives 1
 _CACHES = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
@@ -72,5 +79,7 @@ class StepRun:
             TOTAL_SEQUENCE_LENGTH: np.array(context + 1, np.int32),
             LOGITS_ROWS: np.array([0], np.int64),
         }
+        names = {node.name for node in self._session.get_inputs()}
+        feeds |= unmoved_windows(names, feeds[SEQLENS_K], feeds[TOTAL_SEQUENCE_LENGTH])
         for name, value in feeds.items():
             self._binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(value))

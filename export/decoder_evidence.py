@@ -18,6 +18,7 @@ from graphport.export.certify import certify_cache, certify_stages, check_shippe
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.layer_errors import LayerErrors
 from graphport.export.parity import TOLERANCES
+from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs, TextInputs
 from graphport.model_def.compact_rows import CompactRows, compact_rows, measure_rows
@@ -116,7 +117,7 @@ class DecoderEvidence:
 
         prefill, *others = planned_runs(self._config, ids)
         found = play_runs(
-            CachedGraph(folder / GRAPH_FILE, self._config, capacity=len(ids)),
+            CachedGraph(folder / GRAPH_FILE, self._config, capacity=len(ids), window_layers=window_layers(plan)),
             [prefill.watched(compare_whole), *others],
             References(original=self.original, limits=limits, keep_rows=True),
             observe=lambda run: observe(f"parity of the bundle: {run}"),

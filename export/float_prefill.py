@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graphport.export.graph_pass import CONTRIB, add_constant, new_node, remove_nodes, replace_value, static_dims
 from graphport.export.targets import CacheFormat
-from graphport.model_def.signature import INPUT_IDS, SEQLENS_K
+from graphport.model_def.signature import INPUT_IDS
 
 # New tokens a row up to which the kernel's own way is the faster one: measured for heads of 64 over 64 to 2,048 tokens.
 SHORT_STEP = 8
@@ -27,7 +27,7 @@ SHORT_STEP = 8
 OPSET = 24  # TensorScatter's first
 IR_VERSION = 11
 
-_PAST_KEY, _PAST_VALUE, _TOTAL = 3, 4, 6  # inputs of GroupQueryAttention
+_PAST_KEY, _PAST_VALUE, _SEQLENS, _TOTAL = 3, 4, 5, 6  # inputs of GroupQueryAttention
 _KEY_SCALE, _VALUE_SCALE = 12, 13
 _CACHES = ((_PAST_KEY, _KEY_SCALE), (_PAST_VALUE, _VALUE_SCALE))
 _QUANTISED_ONLY = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
@@ -49,9 +49,14 @@ class _Step(NamedTuple):
 def add_float_prefill(model: ir.Model, kernels: Sequence[ir.Node], cache: CacheFormat) -> None:
     """Give every GroupQueryAttention in `kernels`, in graph order, the second way. Changes opset and IR version."""
     graph = model.graph
-    step = _add_step(graph, kernels[0])
+    steps: dict[ir.Value, _Step] = {}  # layers with a window may count their cached tokens apart
     for kernel in kernels:
         name = kernel.name or "attention"
+        seqlens = kernel.inputs[_SEQLENS]
+        assert seqlens is not None
+        if seqlens not in steps:
+            steps[seqlens] = _add_step(graph, kernel, seqlens)
+        step = steps[seqlens]
         ways = {
             "then_branch": _FloatWay(graph, step, cache, _Branch(f"{name}.long")).attend(kernel),
             "else_branch": _own_way(kernel, _Branch(f"{name}.short")),
@@ -65,17 +70,17 @@ def add_float_prefill(model: ir.Model, kernels: Sequence[ir.Node], cache: CacheF
     model.ir_version = IR_VERSION
 
 
-def _add_step(graph: ir.Graph, before: ir.Node) -> _Step:
+def _add_step(graph: ir.Graph, before: ir.Node, seqlens: ir.Value) -> _Step:
     inputs = {value.name: value for value in graph.inputs}
 
     def add(name: str, op_type: str, *values: ir.Value, **attributes: int) -> ir.Value:
-        node = new_node(before, op_type, list(values), {**attributes}, name=f"step.{name}")
+        node = new_node(before, op_type, list(values), {**attributes}, name=f"step.{seqlens.name}.{name}")
         return node.outputs[0]
 
     zero, one, short = (_integers(graph, number) for number in (0, 1, SHORT_STEP))
     num_new = add("num_new", "Shape", inputs[INPUT_IDS], start=1, end=2)
     is_long = add("longer", "Greater", num_new, short)
-    last = add("last", "Cast", inputs[SEQLENS_K], to=ir.DataType.INT64)
+    last = add("last", "Cast", seqlens, to=ir.DataType.INT64)
     length = add("length", "Add", last, one)
     past = add("past", "Max", add("before", "Sub", length, num_new), zero)  # 0 in a row that is padded to num_new
     cached = add("cached", "Slice", past, zero, one)

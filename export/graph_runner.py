@@ -21,6 +21,7 @@ from graphport.model_def.signature import (
     TOTAL_SEQUENCE_LENGTH,
     past_key,
     past_value,
+    unmoved_windows,
 )
 
 _ERRORS_ONLY = 3
@@ -43,6 +44,7 @@ class GraphRunner:
     ) -> None:
         self._session = open_on_cpu(path, optimize=optimize, plans_memory=plans_memory)
         layers = range(config.num_layers)
+        self._inputs = {node.name: node for node in self._session.get_inputs()}
         self._cache_names = [name for layer in layers for name in (past_key(layer), past_value(layer))]
 
     def logits(
@@ -87,15 +89,15 @@ class GraphRunner:
             LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
             **(beside or {}),
         }
+        feed |= unmoved_windows(self._inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
         logits, *present = self._session.run(None, feed | dict(zip(self._cache_names, past, strict=True)))
         return logits, present
 
     def _empty_cache(self, capacity: int) -> Caches:
-        inputs = {node.name: node for node in self._session.get_inputs()}
         caches = []
         for name in self._cache_names:
-            _, heads, _, width = inputs[name].shape
-            dtype, unwritten = UNWRITTEN[inputs[name].type]
+            _, heads, _, width = self._inputs[name].shape
+            dtype, unwritten = UNWRITTEN[self._inputs[name].type]
             caches.append(np.full((1, heads, capacity, width), unwritten, dtype))
         return caches
 

@@ -28,6 +28,7 @@ from graphport.model_def.signature import (
     past_value,
     present_key,
     present_value,
+    unmoved_windows,
 )
 
 _PROMPT, _STEPS = 12, 3
@@ -40,6 +41,7 @@ class GrowingRunner:
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._session = open_on_cpu(path, optimize=False)
+        self._names = {node.name for node in self._session.get_inputs()}
         layers = range(config.num_layers)
         attention = config.blocks[0].attention
         self._cache_shape = (attention.num_kv_heads, 0, attention.head_dim)
@@ -52,7 +54,8 @@ class GrowingRunner:
 
     def run(self, inputs: Arrays, past: Arrays) -> tuple[NDArray[np.float32], Arrays]:
         """Logits as the graph gives them, and the caches after the step."""
-        logits, *caches = self._session.run([LOGITS, *self._present], {**inputs, **past})
+        windows = unmoved_windows(self._names, inputs.get(SEQLENS_K), inputs.get(TOTAL_SEQUENCE_LENGTH))
+        logits, *caches = self._session.run([LOGITS, *self._present], {**inputs, **windows, **past})
         return logits, dict(zip(self._past, caches, strict=True))
 
 

@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan, add_constant
 from graphport.export.targets import CPU
-from graphport.model_def.signature import GRAPH_FILE, INPUT_IDS, LOGITS, LOGITS_ROWS, SEQLENS_K, TOTAL_SEQUENCE_LENGTH
+from graphport.model_def.signature import (
+    GRAPH_FILE,
+    INPUT_IDS,
+    LOGITS,
+    LOGITS_ROWS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    unmoved_windows,
+)
 
 ATTENTION_MASK = "attention_mask"
 
@@ -99,7 +107,11 @@ class _Adapter:
         last = self._cast(self._add("Sub", [lengths, self._integers(1)]), ir.DataType.INT32)
         size = self._add("Squeeze", [self._cast(total, ir.DataType.INT32)])
         rows = self._every_row(ids) if every_row else self._last_rows(ids, lengths, total)
-        for old, new in ((SEQLENS_K, last), (TOTAL_SEQUENCE_LENGTH, size), (LOGITS_ROWS, rows)):
+        replaced = {SEQLENS_K: last, TOTAL_SEQUENCE_LENGTH: size, LOGITS_ROWS: rows}
+        replaced |= unmoved_windows(
+            [str(name) for name in self._inputs], last, size
+        )  # these runtimes keep all tokens in every layer
+        for old, new in replaced.items():
             self._replace_input(old, new)
         self._graph.inputs.insert(1, mask)
         self._shape_logits(ids, mask, every_row=every_row)

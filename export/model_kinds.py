@@ -19,6 +19,7 @@ from graphport.export.encoder_evidence import EncoderEvidence, Feed
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.image_feed import ImageFeed
 from graphport.export.text_feed import TextFeed
+from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.compact_rows import CompactRows
@@ -105,7 +106,9 @@ class ModelKind:
 
 
 def _shipped_decoder(plan: CompilePlan) -> Signature:
-    return decoder_signature(plan.config, plan.cache_dtype, samples=plan.target.samples_on_device)
+    return decoder_signature(
+        plan.config, plan.cache_dtype, samples=plan.target.samples_on_device, window_layers=window_layers(plan)
+    )
 
 
 DECODER = ModelKind(

@@ -23,6 +23,7 @@ from graphport.export.lower_padded_attention import lower_padded_attention
 from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
+from graphport.export.window_caches import window_caches, window_layers
 from graphport.model_def.config import AttentionConfig, NormOrder, TransformerConfig
 
 PASSES: tuple[GraphPass, ...] = (
@@ -33,6 +34,7 @@ PASSES: tuple[GraphPass, ...] = (
     pack_gate_up,
     fuse_silu,
     lower_attention,
+    window_caches,
     lower_padded_attention,
     lower_cross_attention,
     fuse_qk_norm,
@@ -52,6 +54,7 @@ RULES = (
     "packed_gate_up",
     "silu",
     "attention",
+    "window_cache",
     "qk_norm",
     "norm",
     "half_precision",
@@ -69,6 +72,7 @@ OPTIONAL_PASSES: dict[GraphPass, str] = {
     pack_gate_up: "packed_gate_up",
     fuse_silu: "silu",
     lower_attention: "attention",
+    window_caches: "window_cache",
     lower_padded_attention: "attention",
     lower_cross_attention: "attention",
     fuse_qk_norm: "qk_norm",
@@ -121,6 +125,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "silu": sum(block.feed_forward.activation in ("silu", "quick_gelu") for block in blocks),
         "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks)
         + sum(block.cross_attention is not None for block in blocks),
+        "window_cache": len(window_layers(plan)),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),
         "sampling": int(plan.target.samples_on_device and plan.config.is_causal),

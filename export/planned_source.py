@@ -9,9 +9,11 @@ from math import prod
 from pathlib import Path
 
 from graphport.export.export_limits import longest_context
+from graphport.export.graph_pass import CompilePlan
 from graphport.export.precision_choice import FLOAT_SOURCE_PRECISION
 from graphport.export.source import call_function
 from graphport.export.targets import CPU, WEIGHT_BLOCK, Precision, Target, TargetError, find_target
+from graphport.export.window_caches import window_layers
 from graphport.model_def.checkpoint import CheckpointError
 from graphport.model_def.checkpoint_config import read_checkpoint_config
 from graphport.model_def.config import TransformerConfig
@@ -38,6 +40,7 @@ class PlannedSource:
     weights: int
     blocks: int
     fused_attention: bool
+    window_layers: tuple[int, ...]
 
 
 def planned_source(
@@ -64,6 +67,7 @@ def planned_source(
         weights=weights,
         blocks=blocks,
         fused_attention=_is_fused(config, found),
+        window_layers=window_layers(CompilePlan(config=config, target=found, precision=row, max_length=longest)),
     )
 
 

@@ -82,6 +82,8 @@ class Target:
     reduce their logits to candidates (see `append_sampling.py`), because the host would have to fetch them.
     `caches` are the quantised KV caches that it takes, up to heads of `largest_cached_head`. `float_prefill`: whether
     steps of many tokens need a float attention of their own, because the kernel reads a quantised cache slowly.
+    `moves_rows`: whether layers with a window keep no more than that. What serves moves their rows between steps then;
+    a captured step has its addresses and its capacity for good.
     `takes_zero_points`: whether its products of 4-bit blocks with zero points are as fast as of symmetric ones.
     `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
     misses them runs on slower ones.
@@ -101,6 +103,7 @@ class Target:
     qk_norm_inside: bool
     samples_on_device: bool
     float_prefill: bool
+    moves_rows: bool
     takes_zero_points: bool
     padded_kernel: Literal["GroupQueryAttention", "MultiHeadAttention"]
     encoder_precisions: tuple[Precision, ...] = ()
@@ -191,6 +194,7 @@ CPU = Target(
     qk_norm_inside=False,  # the CPU kernel accepts the inputs and fails when it is run
     samples_on_device=False,
     float_prefill=True,
+    moves_rows=True,
     padded_kernel="GroupQueryAttention",
     takes_zero_points=True,
 )
@@ -212,6 +216,7 @@ CUDA = Target(
     accuracy_level=4,  # no CUDA kernel reads it; on the CPU 8-bit products without it are some 400 times slower
     qk_norm_inside=True,
     samples_on_device=True,
+    moves_rows=False,
     float_prefill=False,  # the kernel prefills in half precision and quantises what it stores
     padded_kernel="MultiHeadAttention",
     encoder_precisions=(Precision(name="fp32", activations="float32"),),

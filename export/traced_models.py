@@ -38,6 +38,7 @@ from graphport.model_def.signature import (
     past_value,
     present_key,
     present_value,
+    unmoved_windows,
 )
 from graphport.model_def.transformer import CachedDecoder, Transformer
 
@@ -146,6 +147,7 @@ class TracedGraph:
         layers = range(config.num_layers)
         self._past_names = [name for i in layers for name in (past_key(i), past_value(i))]
         self._present_names = [name for i in layers for name in (present_key(i), present_value(i))]
+        self._inputs = {node.name: node for node in self._session.get_inputs()}
         self._past = self._empty_caches(capacity)
         self._length = 0
 
@@ -159,6 +161,7 @@ class TracedGraph:
             LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
             **dict(zip(self._past_names, self._past, strict=True)),
         }
+        feed |= unmoved_windows(self._inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
         names = list(dict.fromkeys([*self._present_names, *self._outputs.values()]))
         got = dict(zip(names, self._session.run(names, feed), strict=True))
         self._past = [got[name] for name in self._present_names]
@@ -172,11 +175,10 @@ class TracedGraph:
         return values
 
     def _empty_caches(self, capacity: int) -> list[NDArray[Any]]:
-        inputs = {node.name: node for node in self._session.get_inputs()}
         caches = []
         for name in self._past_names:
-            _, heads, _, width = inputs[name].shape
-            dtype = UNWRITTEN[inputs[name].type][0] if inputs[name].type in UNWRITTEN else np.float16
+            _, heads, _, width = self._inputs[name].shape
+            dtype = UNWRITTEN[self._inputs[name].type][0] if self._inputs[name].type in UNWRITTEN else np.float16
             caches.append(np.zeros((1, heads, capacity, width), dtype))
         return caches
 

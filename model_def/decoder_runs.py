@@ -14,6 +14,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.played_runs import ROW_BYTES, Emit, Run, listed, spread
 from graphport.model_def.position_config import trained_length
 from graphport.model_def.signature import LOGITS
+from graphport.model_def.window_rows import moving_layers, rows_of
 
 NUM_IDS = 512  # of the text, where the model is large and no switch lies beyond
 LONGEST = 2048  # of the text; a switch beyond is not reached
@@ -61,10 +62,21 @@ def switches(config: TransformerConfig) -> dict[int, str]:
 
 
 def text_length(config: TransformerConfig, max_length: int) -> int:
-    """Tokens of text to certify on, if there is room: 2048 of a small model, 512 of a large one, and switches below."""
+    """Tokens of text to certify on, if there is room: 2048 of a small model, 512 of a large one, and switches below.
+
+    As far too as the first step that drops rows of layers with a window.
+    """
     size = 12 * len(config.blocks) * config.hidden_size**2 + config.vocab_size * config.hidden_size
     affordable = min(int(_PRODUCTS / size), LONGEST)
-    return min(max_length, num_reaching(config, max(NUM_IDS, affordable)))
+    drop = first_drop(config, max_length)
+    beyond = 0 if drop is None or drop + _BEYOND > LONGEST else drop + _BEYOND
+    return min(max_length, max(num_reaching(config, max(NUM_IDS, affordable)), beyond))
+
+
+def first_drop(config: TransformerConfig, max_length: int) -> int | None:
+    """Tokens before the first step that drops rows of layers with a window (`window_rows.py`), None without one."""
+    rows = rows_of(config, moving_layers(config, max_length))
+    return None if rows is None else rows.first_drop
 
 
 def num_reaching(config: TransformerConfig, least: int) -> int:
@@ -77,6 +89,9 @@ def uncovered(config: TransformerConfig, max_length: int, length: int) -> tuple[
     if length >= max_length:
         return ()
     beyond = [f"{what}: it lies beyond the text" for at, what in switches(config).items() if length < at < max_length]
+    drop = first_drop(config, max_length)
+    if drop is not None and drop > length - 3:
+        beyond.append(f"a cache without the rows beyond the window: its first step lies {drop} tokens into a text")
     why = "eager PyTorch would take longer on them than the export"
     return (f"lengths from {length + 1} to {max_length}: {why}", *beyond)
 
@@ -91,6 +106,9 @@ def planned_runs(config: TransformerConfig, text: Sequence[int]) -> tuple[Run[Ca
     if length >= 24:
         runs += [_ragged(ids, length), _rewind(ids, length, config.vocab_size)]
     runs += [_switch(ids, at, what) for at, what in switches(config).items() if 3 <= at <= length - 3]
+    drop = first_drop(config, length)
+    if drop is not None and drop <= length - 3:
+        runs.append(_drop(ids, drop))
     return tuple(runs)
 
 
@@ -188,6 +206,21 @@ def _switch(ids: Ids, at: int, what: str) -> Run[CachedModel]:
 
 def _run(name: str, inputs: str, play: _Play) -> Run[CachedModel]:
     return Run(name=name, inputs=inputs, output=LOGITS, play=play)
+
+
+def _drop(ids: Ids, at: int) -> Run[CachedModel]:
+    back, chunk = at - 4, 7
+
+    def play(model: CachedModel, emit: Emit) -> None:
+        model.open_cache(1)
+        emit([at - 3], model.step(ids[None, : at - 2]))
+        _steps(model, ids, at - 2, at + 3, emit)
+        model.rewind(0, back)
+        rows = np.arange(chunk)
+        emit((back + rows).tolist(), model.step(ids[None, back : back + chunk], rows))
+
+    words = f"one token at a time across {at}, where rows that no window reaches may go, and again from {back}"
+    return _run("rows beyond the window", words, play)
 
 
 def _steps(model: CachedModel, ids: Ids, begin: int, end: int, emit: Emit) -> None:

@@ -4,17 +4,20 @@ In: a configuration. Out: `Signature`, `Manifest` and their JSON. The only place
 no graph and opens no session.
 
 Symbolic dimensions: `batch` rows, `sequence` new tokens a row (of an encoder: the longest row's), `capacity` tokens the
-cache has room for, `rows` hidden states asked for, `height` and `width` of images in pixels.
+cache has room for, `window_capacity` those that it has room for in layers that keep no more than their window, `rows`
+hidden states asked for, `height` and `width` of images in pixels.
 """
 
 import dataclasses
 import json
+from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.forced_tokens import ForcedTokens
+from graphport.model_def.window_rows import WindowRows, rows_of
 
 Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
@@ -40,6 +43,8 @@ TUNING_FILE = "tuning.json"  # how the bundle is fastest on one machine: made on
 INPUT_IDS = "input_ids"
 SEQLENS_K = "seqlens_k"
 TOTAL_SEQUENCE_LENGTH = "total_sequence_length"
+WINDOW_SEQLENS_K = "window_seqlens_k"
+WINDOW_TOTAL_SEQUENCE_LENGTH = "window_total_sequence_length"
 LOGITS_ROWS = "logits_rows"
 LOGITS = "logits"
 TOP_LOGITS = "top_logits"
@@ -53,6 +58,8 @@ HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
 PIXEL_VALUES = "pixel_values"
 SOURCE_LENGTHS = "source_lengths"
+
+CAPACITY, WINDOW_CAPACITY = "capacity", "window_capacity"
 
 NUM_CANDIDATES = 64  # of a row, at most: what comes to the host when an id is sampled
 
@@ -112,7 +119,13 @@ class Signature:
     outputs: tuple[TensorSpec, ...]
 
 
-def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32", *, samples: bool = False) -> Signature:
+def decoder_signature(
+    config: TransformerConfig,
+    cache_dtype: DType = "float32",
+    *,
+    samples: bool = False,
+    window_layers: tuple[int, ...] = (),
+) -> Signature:
     """Inputs and outputs of a decoder step.
 
     `input_ids` int64 [batch, sequence]; `seqlens_k` int32 [batch], tokens of the row after the step minus one;
@@ -123,6 +136,10 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32",
     With an encoder the inputs end with `source_lengths` int32 [batch] and keys and values [batch, heads, source,
     head_dim] of each layer, in the type of a float cache.
     (The contract of ONNX Runtime's GroupQueryAttention with a static cache.)
+
+    The caches of `window_layers` hold a row's newest tokens alone, the oldest of them first, and the graph has
+    `window_seqlens_k` and `window_total_sequence_length`: the same two counts, of the tokens that these caches hold
+    after the step. Positions are those of the text all the same, from `seqlens_k`.
     """
     inputs = [
         TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
@@ -130,10 +147,14 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32",
         TensorSpec(name=TOTAL_SEQUENCE_LENGTH, dtype="int32", shape=()),
         TensorSpec(name=LOGITS_ROWS, dtype="int64", shape=("rows",)),
     ]
+    if window_layers:
+        inputs.append(TensorSpec(name=WINDOW_SEQLENS_K, dtype="int32", shape=("batch",)))
+        inputs.append(TensorSpec(name=WINDOW_TOTAL_SEQUENCE_LENGTH, dtype="int32", shape=()))
     outputs = [TensorSpec(name=LOGITS, dtype="float32", shape=("rows", config.vocab_size))]
     for layer, block in enumerate(config.blocks):
         width = block.attention.head_dim // (2 if cache_dtype == "uint8" else 1)
-        shape = ("batch", block.attention.num_kv_heads, "capacity", width)
+        capacity = WINDOW_CAPACITY if layer in window_layers else CAPACITY
+        shape = ("batch", block.attention.num_kv_heads, capacity, width)
         for name in (past_key(layer), past_value(layer)):
             inputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
         for name in (present_key(layer), present_value(layer)):
@@ -144,6 +165,13 @@ def decoder_signature(config: TransformerConfig, cache_dtype: DType = "float32",
     if samples:
         outputs += sample_outputs(config)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
+
+
+def unmoved_windows(names: Container[str], seqlens_k: Any, total: Any) -> dict[str, Any]:  # noqa: ANN401 - arrays
+    """What a graph with inputs `names` is told of layers with a window whose caches hold all tokens, if it asks."""
+    if WINDOW_SEQLENS_K not in names:
+        return {}
+    return {WINDOW_SEQLENS_K: seqlens_k, WINDOW_TOTAL_SEQUENCE_LENGTH: total}
 
 
 def sample_outputs(config: TransformerConfig) -> tuple[TensorSpec, ...]:
@@ -286,6 +314,17 @@ class Manifest:
     def cache_dtype(self) -> DType | None:
         """Element type of the KV cache buffers; None for an encoder, which has none."""
         return next((spec.dtype for spec in self.signature.inputs if spec.name == past_key(0)), None)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Layers whose caches hold no more than their window (see `decoder_signature`)."""
+        moving = {spec.name for spec in self.signature.inputs if WINDOW_CAPACITY in spec.shape}
+        return tuple(layer for layer in range(self.config.num_layers) if past_key(layer) in moving)
+
+    @property
+    def window_rows(self) -> WindowRows | None:
+        """What the caches of `window_layers` hold; None where every cache holds all tokens."""
+        return rows_of(self.config, self.window_layers)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -25,6 +25,9 @@ NUMPY_DTYPES: dict[DType, DTypeLike] = {
 }
 
 
+Rows = tuple[NDArray[np.generic], ...]  # of every cache buffer, [kv_heads, tokens, width], on the host
+
+
 class CacheBuffer(Protocol):
     """One tensor of shape `shape`; rows are copied up to a length in tokens."""
 

@@ -76,6 +76,8 @@ class ModelDrafter:
             self._cache = self._model.session.new_cache(max_slots=1, max_length=self._model.max_length)
             self._cache.claim()
         shared = shared_length(self._run_ids, np.array(ids[:-1], np.int64))
+        if not self._cache.can_rewind(0, shared):  # beyond what layers with a window keep: it catches up from 0
+            shared = 0
         self._cache.rewind(0, shared)
         del self._run_ids[shared:]
         return self._cache

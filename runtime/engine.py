@@ -22,6 +22,7 @@ from graphport.runtime.row_reuse import RowReuse
 from graphport.runtime.scheduler import PromptGroup, Scheduler
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
+from graphport.runtime.step_outputs import StepOutputs
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +50,15 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.session = session
-        self.cache: KVCache = session.new_cache(max_slots=max_batch, max_length=max_length)
+        self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
+        self.cache: KVCache = session.new_cache(
+            max_slots=max_batch, max_length=max_length, longest_step=self._prefill_chunk
+        )
         self.scheduler = Scheduler(self.cache)
         self.arrivals: deque[PromptGroup] = deque()
         self.cancellations: deque[Sequence] = deque()
         self.num_steps = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_drafted = self.num_drafted_right = 0
-        self._prefill_chunk = checked_count("prefill_chunk", prefill_chunk)
         self.reused_chunk = self._prefill_chunk if session.depends_on_cuts else None
         self.reuse = RowReuse(self.cache, budget=prefix_cache_bytes, chunk=self.reused_chunk)
         self._scoring_chunk = max(1, SCORING_BYTES // (4 * session.vocab_size))
@@ -160,8 +163,7 @@ class Engine:
         slot = self.scheduler.slot_of_prompt(group)
         is_last = int(self.cache.lengths[slot]) + len(ids) == len(group.first.prompt_ids)
         try:
-            self.num_steps += 1
-            outputs = self.session.run(self.cache, ids[np.newaxis], rows, first_slot=slot)
+            outputs = self._run([group.first], ids[np.newaxis], rows, first_slot=slot)
         except Exception as error:  # as above
             self._fail(list(group.sequences), error)
             return
@@ -175,6 +177,7 @@ class Engine:
             self._settle(group.sequences)  # all samples get copies of the prompt's rows
             self._keep(group.first, slot)
             for sequence in group.sequences:
+                self.reuse.note_prompt(sequence, slot)
                 if sequence.is_finished:
                     self._hand_over(sequence, slot)
             self.scheduler.start_decoding(group)
@@ -188,8 +191,7 @@ class Engine:
         for slot, sequence in enumerate(rows):
             self._last_ids[slot, 0] = sequence.token_ids[-1]
         try:
-            self.num_steps += 1
-            outputs = self.session.run(self.cache, self._last_ids[: len(rows)])
+            outputs = self._run(rows, self._last_ids[: len(rows)])
         except MemoryError as error:  # the cache could not grow: only the rows that need it fail
             longest = self.cache.lengths[: len(rows)].max()
             self._fail([row for slot, row in enumerate(rows) if self.cache.lengths[slot] == longest], error)
@@ -226,8 +228,7 @@ class Engine:
                 return False
             before, count = int(self.cache.lengths[0]), len(sequence.token_ids)
             ids = np.array([[sequence.token_ids[-1], *draft]], np.int64)
-            self.num_steps += 1
-            outputs = self.session.run(self.cache, ids, np.arange(len(draft) + 1))
+            outputs = self._run([sequence], ids, np.arange(len(draft) + 1))
             self.cache.rewind(0, before + 1)
             num_right = sequence.accept_draft(outputs, draft)
             self.cache.advance(0, 1, num_right)
@@ -238,6 +239,20 @@ class Engine:
             sequence.fail(error)
         self._remove_finished([sequence])
         return True
+
+    def _run(
+        self,
+        sequences: Many[Sequence],
+        ids: NDArray[np.int64],
+        rows: NDArray[np.int64] | None = None,
+        *,
+        first_slot: int = 0,
+    ) -> StepOutputs:
+        """A step of the session for `sequences`, whose slots begin at `first_slot`."""
+        self.num_steps += 1
+        for slot, sequence in enumerate(sequences, first_slot):
+            self.reuse.keep_dropped(sequence, slot)
+        return self.session.run(self.cache, ids, rows, first_slot=first_slot)
 
     def _accept(self, sequence: Sequence, accept: Callable[[], None]) -> None:
         count = len(sequence.token_ids)

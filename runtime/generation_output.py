@@ -51,12 +51,14 @@ def generation_output(sequences: Many[Sequence], model: ModelIdentity) -> Genera
 
 def kept_state(sequence: Sequence, model: ModelIdentity) -> SequenceState | None:
     """The state of `sequence`, which has ended; None if none was asked for, or nothing ran."""
-    if sequence.kept_rows is None:
+    kept = sequence.kept_rows
+    if kept is None:
         return None
-    length = sequence.kept_rows[0].shape[1]
+    length = kept.length
     return SequenceState(
         token_ids=(*sequence.prompt_ids.tolist(), *sequence.token_ids)[:length],
-        rows=sequence.kept_rows,
+        rows=kept.rows,
+        firsts=kept.firsts,
         num_prompt_tokens=min(length, len(sequence.prompt_ids)),
         model=model,
     )

@@ -3,8 +3,6 @@
 In: a manifest and sizes. Out: bytes, or a refusal with the numbers. It allocates nothing.
 """
 
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships no types
@@ -33,11 +31,6 @@ def cache_specs(manifest: Manifest) -> tuple[TensorSpec, ...]:
     """The cache inputs of the graph, K and V of layer 0 first."""
     prefix = past_key(0).split(".", maxsplit=1)[0]
     return tuple(spec for spec in manifest.signature.inputs if spec.name.startswith(prefix))
-
-
-def cache_bytes_per_token(specs: Sequence[TensorSpec]) -> int:
-    """Bytes that one token of one row takes in all cache buffers."""
-    return sum(ELEMENT_BYTES[spec.dtype] * prod(size for size in spec.shape if isinstance(size, int)) for spec in specs)
 
 
 def free_memory() -> int:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from graphport.model_def.config import AttentionConfig, BlockConfig, TransformerConfig
 from graphport.model_def.signature import DType
+from graphport.runtime.cache_sizes import CacheSizes
 from graphport.runtime.device import Device
 from graphport.runtime.memory import ELEMENT_BYTES, MIB
+from graphport.runtime.speculation import LONGEST_DRAFT
 
 # Prompt tokens a step by target, unless the caller chooses. On the CPU more take long and gain little: 1,483 tokens a
 # second in chunks of 64, 1,558 in chunks of 128, 1,503 in chunks of 512 (SmolLM2-135M, its exact GGUF, two threads, 512
@@ -42,7 +44,7 @@ class ModelSizes:
     """What decides a model's memory on one device.
 
     weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
-    type of activations. cache_bytes_per_token: of one row. fused_attention: whether one kernel a layer computes it.
+    type of activations. cache: bytes a token of a row. fused_attention: whether one kernel a layer computes it.
     samples: whether the graph reduces its logits. source_bytes: of one row's longest source, of an encoder-decoder.
     repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
     takes while the session is opened.
@@ -54,7 +56,7 @@ class ModelSizes:
     blocks: int
     float_type: DType
     cache_dtype: DType
-    cache_bytes_per_token: int
+    cache: CacheSizes
     fused_attention: bool
     samples: bool = False
     source_bytes: int = 0
@@ -119,7 +121,8 @@ def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
         workspace=_workspace(sizes, limits),
         logits=_logits_bytes(sizes, limits),
         libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
-        cache=(sizes.cache_bytes_per_token * limits.max_length + sizes.source_bytes) * limits.max_batch,
+        cache=sizes.cache.num_bytes(limits.max_batch, limits.max_length, max(limits.prefill_chunk, 1 + LONGEST_DRAFT))
+        + sizes.source_bytes * limits.max_batch,
     )
 
 

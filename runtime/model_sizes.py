@@ -5,10 +5,12 @@ In: a checked bundle and a device. Out: `ModelSizes` for `memory_plan.py`. It re
 
 from graphport.model_def.signature import source_specs
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.device import Device
 from graphport.runtime.graph_file import GraphHeader, NodeHeader
-from graphport.runtime.memory import cache_bytes_per_token, cache_specs
+from graphport.runtime.memory import cache_specs
 from graphport.runtime.memory_plan import ModelSizes
+from graphport.runtime.source_rows import source_bytes_per_token
 
 _ATTENTIONS, _PRODUCT = ("GroupQueryAttention", "MultiHeadAttention"), "MatMulNBits"
 
@@ -27,7 +29,7 @@ def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = Fal
         blocks=_num_bytes(header, blocks),
         float_type=header.float_type,
         cache_dtype=bundle.manifest.cache_dtype or header.float_type,
-        cache_bytes_per_token=cache_bytes_per_token(cache_specs(bundle.manifest)),
+        cache=cache_sizes(cache_specs(bundle.manifest), bundle.manifest.window_rows),
         fused_attention=sum(len(header.nodes_of(op)) for op in _ATTENTIONS) >= bundle.manifest.config.num_layers,
         source_bytes=_source_bytes(bundle),
         samples=bundle.manifest.samples_on_device,
@@ -41,7 +43,7 @@ def _source_bytes(bundle: BundleFiles) -> int:
     if bundle.encoder is None:
         return 0
     specs = source_specs(bundle.manifest.config, bundle.manifest.cache_dtype or "float32")
-    return cache_bytes_per_token(specs) * bundle.encoder.manifest.max_length
+    return source_bytes_per_token(specs) * bundle.encoder.manifest.max_length
 
 
 def _num_bytes(header: GraphHeader, names: set[str]) -> int:

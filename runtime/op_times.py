@@ -29,6 +29,7 @@ from graphport.model_def.signature import (
     past_value,
     present_key,
     present_value,
+    unmoved_windows,
 )
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import default_threads, open_inference_session
@@ -84,6 +85,7 @@ def _run_steps(session: Any, bundle: BundleFiles) -> None:  # noqa: ANN401 - ORT
     present = [name for i in layers for name in (present_key(i), present_value(i))]
     caches = [_empty_cache(spec, capacity) for spec in cache_specs(manifest)]
     random = np.random.default_rng(0)
+    names = {spec.name for spec in manifest.signature.inputs}
     num_steps = min(NUM_STEPS, capacity - 1)
     for length, total in [(capacity - num_steps, capacity - num_steps)] + [
         (1, capacity - num_steps + step + 1) for step in range(num_steps)
@@ -95,6 +97,7 @@ def _run_steps(session: Any, bundle: BundleFiles) -> None:  # noqa: ANN401 - ORT
             LOGITS_ROWS: np.array([length - 1]),
             **dict(zip(past, caches, strict=True)),
         }
+        feed |= unmoved_windows(names, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
         _, *caches = session.run([LOGITS, *present], feed)
 
 

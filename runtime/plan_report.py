@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import DType, decoder_signature, past_key, past_value
+from graphport.model_def.window_rows import rows_of
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.device import Device
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_bytes_per_token, free_memory
+from graphport.runtime.memory import free_memory
 from graphport.runtime.memory_plan import (
     MemoryPlan,
     ModelSizes,
@@ -56,9 +58,13 @@ def report_config(
     weights: int,
     blocks: int,
     fused_attention: bool,
+    window_layers: tuple[int, ...],
 ) -> PlanReport:
-    """The report for a model that has not been exported; `weights` and `blocks` as in ModelSizes."""
-    specs = decoder_signature(config, cache_dtype).inputs
+    """The report for a model that has not been exported; `weights` and `blocks` as in ModelSizes.
+
+    `window_layers`: those whose caches would hold no more than their window.
+    """
+    specs = decoder_signature(config, cache_dtype, window_layers=window_layers).inputs
     names = {name(layer) for layer in range(config.num_layers) for name in (past_key, past_value)}
     sizes = ModelSizes(
         config=config,
@@ -67,7 +73,7 @@ def report_config(
         blocks=blocks,
         float_type=float_type,
         cache_dtype=cache_dtype,
-        cache_bytes_per_token=cache_bytes_per_token([spec for spec in specs if spec.name in names]),
+        cache=cache_sizes([spec for spec in specs if spec.name in names], rows_of(config, window_layers)),
         fused_attention=fused_attention,
         samples=device == "cuda",
     )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.cache_buffer import Rows
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory import free_memory, require_memory
 
 Ids = NDArray[np.int64]
-Rows = tuple[NDArray[np.generic], ...]  # of every cache buffer, [kv_heads, tokens, width]
 
 
 def checked_prefix_budget(num_bytes: object) -> None:
@@ -101,16 +101,17 @@ class PrefixCache:
         self._num_reused_tokens += len(path) * self.block_tokens
         return [block.rows for block in path]
 
-    def keep(self, ids: Ids, read: Callable[[int, int], Rows]) -> None:
+    def keep(self, ids: Ids, read: Callable[[int, int], Rows], *, first: int = 0) -> None:
         """Keep the whole blocks of `ids` [T]; `read(begin, end)` copies rows of those that are not kept yet.
 
-        If the budget does not hold them all, the beginning is kept.
+        If the budget does not hold them all, the beginning is kept. Those before token `first` cannot be read: if one
+        of them is not kept, nothing that follows it is.
         """
         path = self._path(ids)
         self._touch(path)
         held = {id(block) for block in path}
         for begin in range(len(path) * self.block_tokens, len(ids) - self.block_tokens + 1, self.block_tokens):
-            if not self._make_room(held):
+            if begin < first or not self._make_room(held):
                 break
             parent = path[-1] if path else None
             key = self._key(ids, begin)

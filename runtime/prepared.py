@@ -7,7 +7,6 @@ holds the minima of a GGUF file's blocks inside its kernels instead of in nodes 
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +26,11 @@ from graphport.model_def.signature import (
     SEQLENS_K,
     TOTAL_SEQUENCE_LENGTH,
     WEIGHTS_FILE,
+    WINDOW_SEQLENS_K,
+    WINDOW_TOTAL_SEQUENCE_LENGTH,
     FileRecord,
     Manifest,
+    unmoved_windows,
 )
 from graphport.runtime.bundle_files import BundleFiles, check_graph
 
@@ -36,7 +38,14 @@ PREPARED_FORMAT = 2  # 1 was compared in steps of many tokens alone
 
 _PROBE_TOLERANCE = 1e-3  # of the largest logit: equal on one machine, garbage where weights lie in another order
 
-_STEP_INPUTS = (INPUT_IDS, SEQLENS_K, TOTAL_SEQUENCE_LENGTH, LOGITS_ROWS)
+_STEP_INPUTS = (
+    INPUT_IDS,
+    SEQLENS_K,
+    TOTAL_SEQUENCE_LENGTH,
+    LOGITS_ROWS,
+    WINDOW_SEQLENS_K,
+    WINDOW_TOTAL_SEQUENCE_LENGTH,
+)
 _ELEMENTS = {"tensor(float)": np.float32, "tensor(int8)": np.int8, "tensor(uint8)": np.uint8}
 
 
@@ -129,23 +138,25 @@ def probe_logits(session: Any, ids: NDArray[np.int64], *, step: int | None = Non
 
     One id at a time has kernels of its own: what is right for many may be wrong there.
     """
+    inputs = {node.name: node for node in session.get_inputs()}
     caches = {
-        node.name: np.zeros((1, node.shape[1], len(ids), node.shape[3]), _ELEMENTS[node.type])
-        for node in session.get_inputs()
-        if node.name not in _STEP_INPUTS
+        name: np.zeros((1, node.shape[1], len(ids), node.shape[3]), _ELEMENTS[node.type])
+        for name, node in inputs.items()
+        if name not in _STEP_INPUTS
     }
     written = [node.name for node in session.get_outputs() if node.name != LOGITS]  # in the order of the caches
     rows = []
     for begin in range(0, len(ids), step or len(ids)):
         part = ids[begin : begin + (step or len(ids))]
         end = begin + len(part)
-        feed: Mapping[str, NDArray[Any]] = {
+        feed: dict[str, NDArray[Any]] = {
             INPUT_IDS: part[np.newaxis],
             SEQLENS_K: np.array([end - 1], np.int32),
             TOTAL_SEQUENCE_LENGTH: np.array(end, np.int32),
             LOGITS_ROWS: np.arange(len(part)),
         }
-        logits, *caches_after = session.run([LOGITS, *written], {**feed, **caches})
+        windows = unmoved_windows(inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
+        logits, *caches_after = session.run([LOGITS, *written], {**feed, **windows, **caches})
         caches = dict(zip(caches, caches_after, strict=True))
         rows.append(logits)
     return np.concatenate(rows)

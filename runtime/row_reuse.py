@@ -9,9 +9,10 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.runtime.kv_cache import KVCache
+from graphport.runtime.kv_cache import KeptRows, KVCache
 from graphport.runtime.prefix_cache import PrefixCache
 from graphport.runtime.sequence import Sequence
+from graphport.runtime.sequence_state import SequenceState
 
 # Tokens of a block: what two prompts share beyond the last whole block is computed again. Smaller blocks save a step of
 # few tokens and cost more to copy.
@@ -46,18 +47,40 @@ class RowReuse:
         if found:
             self._cache.append_rows(slot, [np.concatenate(pieces, axis=1) for pieces in zip(*found, strict=True)])
         elif sequence.state is not None and shared:
-            self._cache.append_rows(slot, [rows[:, :shared] for rows in sequence.state.rows])
+            self._cache.append_kept(slot, self._beginning(sequence.state, shared))
 
     def keep(self, sequence: Sequence, slot: int) -> None:
         """Keep the rows of `slot` for later prompts that begin with the same ids."""
         if self.prefixes is None or (self._chunk is not None and sequence.first_row is not None):
             return
-        self.prefixes.keep(self._ids(sequence, slot), lambda begin, end: self._cache.read_rows(slot, begin, end))
+        first = int(self._cache.firsts[slot])
+        ids = self._ids(sequence, slot)
+        self.prefixes.keep(ids, lambda begin, end: self._cache.read_rows(slot, begin, end), first=first)
+
+    def keep_dropped(self, sequence: Sequence, slot: int) -> None:
+        """`keep`, if the next step drops rows of `slot`."""
+        if self._cache.drops_rows(slot):
+            self.keep(sequence, slot)
+
+    def note_prompt(self, sequence: Sequence, slot: int) -> None:
+        """The prompt of `sequence` has just run: what layers with a window have of it goes while it generates.
+
+        Where any rows may be used again, those at the end are the ones; else those of the last whole chunk of the
+        prompt, which are still there.
+        """
+        if sequence.keeps_state and self._cache.window is not None and self._chunk is not None:
+            sequence.prompt_rows = self._cache.read_kept(slot, windows_only=True)
 
     def hand_over(self, sequence: Sequence, slot: int) -> None:
         """Give a sequence that ends its rows, if its owner asked for them."""
-        if sequence.keeps_state:
-            sequence.kept_rows = self._cache.read_rows(slot, 0, int(self._cache.lengths[slot]))
+        if not sequence.keeps_state:
+            return
+        kept, prompt = self._cache.read_kept(slot), sequence.prompt_rows
+        if prompt is not None:
+            pairs = zip(kept.rows, prompt.rows, self._cache.moving, strict=True)
+            rows = tuple(early if moves else late for late, early, moves in pairs)
+            kept = KeptRows(kept.length, rows, prompt.firsts)
+        sequence.kept_rows = kept
 
     def _ids(self, sequence: Sequence, slot: int) -> NDArray[np.int64]:
         """Ids whose rows may be used again, of those in `slot`; the last id chosen has no rows yet."""
@@ -71,7 +94,30 @@ class RowReuse:
             return 0
         state = sequence.state
         length = shared_length(state.token_ids, sequence.prompt_ids[:most])
-        return length if self._chunk is None else min(length, state.num_prompt_tokens) // self._chunk * self._chunk
+        if self._chunk is not None:
+            length = min(length, state.num_prompt_tokens) // self._chunk * self._chunk
+        return length if self._has_window(state, length) else 0
+
+    def _has_window(self, state: SequenceState, length: int) -> bool:
+        """Whether `state` has what layers with a window need after `length` tokens.
+
+        Where results depend on cuts that is what a cold run would have there, to the last row.
+        """
+        window, first = self._cache.window, max(state.firsts)
+        if window is None or first == 0:
+            return True
+        return window.reaches(first, length) if self._chunk is None else first <= window.first(length)
+
+    def _beginning(self, state: SequenceState, length: int) -> KeptRows:
+        """The first `length` tokens of `state`, without what no step after them sees."""
+        window = self._cache.window
+        first = 0 if window is None else max(*state.firsts, window.first(length))
+        wanted = [first if moves else 0 for moves in self._cache.moving]
+        rows = tuple(
+            rows[:, begin - had : length - had]
+            for rows, begin, had in zip(state.rows, wanted, state.firsts, strict=True)
+        )
+        return KeptRows(length, rows, tuple(wanted))
 
 
 def shared_length(ids: Many[int], other: NDArray[np.int64]) -> int:

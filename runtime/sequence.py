@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from graphport.runtime.constraints import Constraint
 from graphport.runtime.forced_ids import ForcedIds
-from graphport.runtime.prefix_cache import Rows
+from graphport.runtime.kv_cache import KeptRows
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler, scored
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence_state import SequenceState
@@ -53,8 +53,9 @@ class Sequence:
     last one's are. `index`: which of the samples of its prompt it is; `events` may be shared by all of them.
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
-    have run. `speculation`: guesses how it goes on. `bad_ids`, `constraint`, `forced`: see Sampler. `source_ids`: what
-    an encoder reads of it. `keeps_rows`: whether the slot holds rows of its ids when it ends.
+    have run; `prompt_rows` are those of the prompt alone, where only these are used again. `speculation`: guesses how
+    it goes on. `bad_ids`, `constraint`, `forced`: see Sampler. `source_ids`: what an encoder reads of it. `keeps_rows`:
+    whether the slot holds rows of its ids when it ends.
     """
 
     first_row: int | None = None
@@ -95,7 +96,8 @@ class Sequence:
         self.state = state
         self.keeps_state = keeps_state
         self.speculation = speculation
-        self.kept_rows: Rows | None = None
+        self.kept_rows: KeptRows | None = None
+        self.prompt_rows: KeptRows | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._sampler = Sampler(

@@ -16,10 +16,10 @@ import numpy as np
 import graphport
 from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE, Manifest, TensorSpec
 from graphport.model_def.whole_files import OWN, write_whole
-from graphport.runtime.cache_buffer import NUMPY_DTYPES
-from graphport.runtime.prefix_cache import Rows
+from graphport.runtime.cache_buffer import NUMPY_DTYPES, Rows
+from graphport.runtime.cache_sizes import is_moving
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 _HEADER, _TOKEN_IDS = "header", "token_ids"
 
@@ -70,12 +70,13 @@ class ModelIdentity:
 class SequenceState:
     """The rows that a model has cached for `token_ids`, on the host; it never changes, so any request may share it.
 
-    `rows`: of each cache buffer, [kv_heads, tokens, width]. `num_prompt_tokens`: how many of the ids were a prompt, the
-    others were generated.
+    `rows`: of each cache buffer, [kv_heads, tokens, width], from the token on that `firsts` names: layers with a window
+    have the newest alone. `num_prompt_tokens`: how many of the ids were a prompt, the others were generated.
     """
 
     token_ids: tuple[int, ...]
     rows: Rows
+    firsts: tuple[int, ...]
     num_prompt_tokens: int
     model: ModelIdentity
 
@@ -85,7 +86,10 @@ class SequenceState:
         return sum(int(rows.nbytes) for rows in self.rows)
 
     def rewind(self, num_tokens: int) -> "SequenceState":
-        """The state after the first `num_tokens` ids; it shares memory with this one. Raises ValueError beyond."""
+        """The state after the first `num_tokens` ids; it shares memory with this one. Raises ValueError beyond.
+
+        Where layers with a window no longer have the rows before them, a request that is given it computes all ids.
+        """
         if not 0 <= num_tokens <= len(self.token_ids):
             raise ValueError(
                 f"cannot rewind to {num_tokens} tokens: the state has {len(self.token_ids)}, give 0 to "
@@ -93,7 +97,10 @@ class SequenceState:
             )
         return SequenceState(
             token_ids=self.token_ids[:num_tokens],
-            rows=tuple(rows[:, :num_tokens] for rows in self.rows),
+            rows=tuple(
+                rows[:, : max(0, num_tokens - first)] for rows, first in zip(self.rows, self.firsts, strict=True)
+            ),
+            firsts=tuple(min(first, num_tokens) for first in self.firsts),
             num_prompt_tokens=min(self.num_prompt_tokens, num_tokens),
             model=self.model,
         )
@@ -107,6 +114,7 @@ class SequenceState:
         header = {
             "format": STATE_FORMAT,
             "num_prompt_tokens": self.num_prompt_tokens,
+            "firsts": self.firsts,
             "model": asdict(self.model),
         }
         arrays: dict[str, Any] = {
@@ -138,6 +146,7 @@ def read_state(
         state = SequenceState(
             token_ids=tuple(arrays[_TOKEN_IDS].tolist()),
             rows=tuple(arrays[_rows_name(i)] for i in range(len(specs))),
+            firsts=tuple(int(first) for first in header["firsts"]),
             num_prompt_tokens=int(header["num_prompt_tokens"]),
             model=model,
         )
@@ -171,8 +180,13 @@ def _check_arrays(
     count = len(state.token_ids)
     is_sound = ids.ndim == 1 and ids.dtype == np.int64 and 0 <= state.num_prompt_tokens <= count
     is_sound = is_sound and (count == 0 or (int(ids.min()) >= 0 and int(ids.max()) < vocab_size))
-    for spec, rows in zip(specs, state.rows, strict=True):
+    is_sound = is_sound and len(state.firsts) == len(specs)
+    ends = (count, state.num_prompt_tokens)  # see `row_reuse.note_prompt`
+    for spec, rows, first in zip(specs, state.rows, state.firsts, strict=False):
         heads, width = (size for size in spec.shape if isinstance(size, int))
-        is_sound = is_sound and rows.shape == (heads, count, width) and rows.dtype == np.dtype(NUMPY_DTYPES[spec.dtype])
+        is_sound = is_sound and rows.ndim == 3 and (rows.shape[0], rows.shape[2]) == (heads, width)
+        is_sound = is_sound and rows.dtype == np.dtype(NUMPY_DTYPES[spec.dtype])
+        end = first + rows.shape[1] if rows.ndim == 3 else -1
+        is_sound = is_sound and (first >= 0 and end in ends if is_moving(spec) else (first, end) == (0, count))
     if not is_sound:
         raise ValueError(f"{path} holds arrays that are not this model's; save it again")

@@ -149,8 +149,8 @@ class Session:
         """
         return self.has_quantised_cache or self._rounds_activations
 
-    def new_cache(self, *, max_slots: int, max_length: int) -> KVCache:
-        """An empty cache for this graph on its device."""
+    def new_cache(self, *, max_slots: int, max_length: int, longest_step: int = 1) -> KVCache:
+        """An empty cache for this graph on its device, with room for steps of `longest_step` tokens from the start."""
         new_buffer: Any = HostBuffer
         free: Callable[[], int] = free_memory
         if isinstance(self._memory, CudaMemory):
@@ -174,6 +174,8 @@ class Session:
             device=self.device,
             new_buffer=new_buffer,
             free=free,
+            window=self.manifest.window_rows,
+            longest_step=longest_step,
             source=source,
         )
 
@@ -253,7 +255,8 @@ class Session:
         size = captured or batch
         before = cache.lengths[first_slot : first_slot + batch]
         longest = int(before.max()) + length
-        cache.reserve(first_slot + size, longest)
+        cache.reserve(first_slot + size, longest, num_new=length)
+        cache.drop_rows(first_slot, batch)
         seqlens = np.zeros(size, np.int32)
         seqlens[:batch] = before + (length - 1)
         if rows is None:
@@ -261,7 +264,8 @@ class Session:
         shape = StepShape(batch=size, length=length, num_rows=len(rows))
         tensors = self._tensors(shape, is_decode=is_decode, is_captured=captured is not None)
         flat = ids if isinstance(ids, DeviceIds) else ids.reshape(-1)
-        tensors.write(flat, seqlens, rows, total=cache.capacity if captured else longest)
+        total = cache.capacity if captured else longest
+        tensors.write(flat, seqlens, rows, total=total, held=cache.held(first_slot, batch) + length)
         binding = tensors.bind(cache, first_slot, shape)
         self._runner.run(binding, tensors.bound_to() if captured else None)
         if is_decode and tensors.has_samples:
@@ -328,7 +332,13 @@ def check_config(manifest: Manifest) -> None:
     dtype = manifest.cache_dtype
     if dtype is None:
         raise ValueError("the manifest's signature has no KV cache, which a decoder needs; export the bundle again")
-    expected = decoder_signature(manifest.config, dtype, samples=manifest.samples_on_device)
+    layers = manifest.window_layers
+    expected = decoder_signature(manifest.config, dtype, samples=manifest.samples_on_device, window_layers=layers)
+    for layer in layers:
+        if manifest.config.blocks[layer].attention.window is None:
+            raise ValueError(
+                f"the manifest keeps a window of layer {layer}, whose configuration has none; export the bundle again"
+            )
     pairs = zip_longest((*found.inputs, *found.outputs), (*expected.inputs, *expected.outputs))
     for spec, wanted in pairs:
         if spec != wanted:

@@ -5,15 +5,21 @@ cache of the decoder's own text is `kv_cache.py`. Legend: a buffer is [slots, he
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import DType, TensorSpec
 from graphport.runtime.cache_buffer import CacheBuffer
-from graphport.runtime.memory import cache_bytes_per_token, require_memory
+from graphport.runtime.memory import ELEMENT_BYTES, require_memory
 
 _STEP = 64  # tokens by which capacity grows: attention to a source costs what the capacity is
+
+
+def source_bytes_per_token(specs: Sequence[TensorSpec]) -> int:
+    """Bytes that one token of one source takes in all buffers."""
+    return sum(ELEMENT_BYTES[spec.dtype] * prod(size for size in spec.shape if isinstance(size, int)) for spec in specs)
 
 
 class SourceRows:
@@ -73,7 +79,7 @@ class SourceRows:
         slots = max(self._num_slots, min(max(num_slots, 2 * self._num_slots), self._max_slots))
         capacity = max(self.capacity, min(-(-length // _STEP) * _STEP, self.max_length))
         require_memory(
-            cache_bytes_per_token(self.specs) * slots * capacity,
+            source_bytes_per_token(self.specs) * slots * capacity,
             self._free(),
             what=f"keeping {slots} sources of {capacity} tokens",
             advice="give a shorter source, or load the bundle with a smaller max_batch",

@@ -21,6 +21,8 @@ from graphport.model_def.signature import (
     SEQLENS_K,
     SOURCE_LENGTHS,
     TOTAL_SEQUENCE_LENGTH,
+    WINDOW_SEQLENS_K,
+    WINDOW_TOTAL_SEQUENCE_LENGTH,
     DType,
     Manifest,
     TensorSpec,
@@ -74,6 +76,9 @@ class StepTensors:
         self._rows = _Input(memory, room.num_rows, "int64")
         self._sources = None if manifest.config.encoder is None else _Input(memory, room.batch, "int32")
         self._total = np.zeros((), np.int32)  # read on the host
+        has_windows = bool(manifest.window_layers)
+        self._window_seqlens = _Input(memory, room.batch, "int32") if has_windows else None
+        self._window_total = np.zeros((), np.int32)
         self._vocab_size = manifest.config.vocab_size
         self._logits = memory.tensor((room.num_rows, self._vocab_size), "float32")
         specs = sample_outputs(manifest.config) if manifest.samples_on_device else ()
@@ -96,9 +101,18 @@ class StepTensors:
         return bool(self._samples)
 
     def write(
-        self, ids: NDArray[np.int64] | DeviceIds, seqlens: NDArray[np.int32], rows: NDArray[np.int64], *, total: int
+        self,
+        ids: NDArray[np.int64] | DeviceIds,
+        seqlens: NDArray[np.int32],
+        rows: NDArray[np.int64],
+        *,
+        total: int,
+        held: NDArray[np.int32],
     ) -> None:
-        """Set the inputs: `ids` [B * S], `seqlens` [B], `rows` [R]. What is there already is not moved again."""
+        """Set the inputs: `ids` [B * S], `seqlens` [B], `rows` [R]. What is there already is not moved again.
+
+        `held` [B]: tokens after the step in layers with a window, where these count apart.
+        """
         if isinstance(ids, DeviceIds):
             self._ids.take(ids)
         else:
@@ -106,6 +120,9 @@ class StepTensors:
         self._seqlens.write(seqlens)
         self._rows.write(rows)
         self._total[()] = total
+        if self._window_seqlens is not None:
+            self._window_seqlens.write(held - 1)
+            self._window_total[()] = held.max()
 
     def bind(self, cache: KVCache, first_slot: int, shape: StepShape) -> Any:  # noqa: ANN401 - ORT is untyped
         """ONNX Runtime's binding of a step that `write` has prepared; what is bound already stays."""
@@ -118,6 +135,10 @@ class StepTensors:
             self._binding.bind_input(
                 TOTAL_SEQUENCE_LENGTH, "cpu", 0, ELEMENT_TYPES["int32"], (), self._total.ctypes.data
             )
+            if self._window_seqlens is not None:
+                self._binding.bind_input(
+                    WINDOW_TOTAL_SEQUENCE_LENGTH, "cpu", 0, ELEMENT_TYPES["int32"], (), self._window_total.ctypes.data
+                )
             self._bound_total = int(self._total)
         moves = 0 if cache.source is None else cache.source.generation
         bound_cache = (weakref.ref(cache), cache.generation, first_slot, shape.batch, moves)
@@ -154,6 +175,8 @@ class StepTensors:
     def _bind_step(self, shape: StepShape) -> None:
         self._bind("bind_input", INPUT_IDS, self._ids.tensor, (shape.batch, shape.length))
         self._bind("bind_input", SEQLENS_K, self._seqlens.tensor, (shape.batch,))
+        if self._window_seqlens is not None:
+            self._bind("bind_input", WINDOW_SEQLENS_K, self._window_seqlens.tensor, (shape.batch,))
         self._bind("bind_input", LOGITS_ROWS, self._rows.tensor, (shape.num_rows,))
         self._bind("bind_output", LOGITS, self._logits, (shape.num_rows, self._vocab_size))
         if self._sources is not None:

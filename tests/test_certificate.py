@@ -298,16 +298,18 @@ def test_texts_go_beyond_windows_and_scalings_and_say_what_they_do_not_reach() -
     assert text_length(config(None, None), 8192) == 2048  # a small model, on which eager is fast
     large = dataclasses.replace(config(None, None), hidden_size=8192)
     assert text_length(large, 8192) == 512
-    assert text_length(dataclasses.replace(config(600, None), hidden_size=8192), 8192) == 616
+    # beyond 759, where rows are dropped
+    assert text_length(dataclasses.replace(config(600, None), hidden_size=8192), 8192) == 775
     assert text_length(config(600, None), 610) == 610
     both = config(600, 1024)
     assert text_length(dataclasses.replace(both, hidden_size=8192), 8192) == 1040
     names = [run.name for run in planned_runs(both, [0] * 1040)]
-    assert names[-2:] == ["window of 600", "rotary scaling at 1024"]
+    assert names[-3:] == ["window of 600", "rotary scaling at 1024", "rows beyond the window"]
     assert uncovered(both, 8192, 1040) == (
         "lengths from 1041 to 8192: eager PyTorch would take longer on them than the export",
     )
     assert uncovered(config(4096, None), 8192, 512)[1] == "window of 4096: it lies beyond the text"
+    assert uncovered(config(1900, None), 8192, 1916)[1].endswith("its first step lies 2187 tokens into a text")
 
 
 def test_surroundings_name_every_difference() -> None:

@@ -159,8 +159,8 @@ def test_a_cache_that_forgets_to_rewind_is_caught(bundles: dict[str, Path], monk
 def test_a_cache_that_mixes_up_slots_is_caught(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     resize = KVCache._resize
 
-    def broken(self: KVCache, slots: int, capacity: int) -> None:
-        resize(self, slots, capacity)
+    def broken(self: KVCache, *sizes: int) -> None:
+        resize(self, *sizes)
         for buffer in self.buffers if self.num_slots > 1 else ():
             buffer.array[:2] = buffer.array[1::-1]  # type: ignore[attr-defined]
 

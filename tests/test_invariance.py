@@ -91,8 +91,8 @@ def copy_nothing(patch: pytest.MonkeyPatch) -> None:
 def grow_empty(patch: pytest.MonkeyPatch) -> None:
     resize = KVCache._resize
 
-    def broken(self: KVCache, slots: int, capacity: int) -> None:
-        resize(self, slots, capacity)
+    def broken(self: KVCache, *sizes: int) -> None:
+        resize(self, *sizes)
         for buffer in self.buffers:
             buffer.array[:] = 0  # type: ignore[attr-defined]
 
@@ -103,8 +103,8 @@ def share_lengths(patch: pytest.MonkeyPatch) -> None:
     """Every row of a batch is taken to be as long as the first."""
     write = StepTensors.write
 
-    def broken(self: StepTensors, ids: Any, seqlens: Any, rows: Any, *, total: int) -> None:
-        write(self, ids, np.full_like(seqlens, seqlens[0]), rows, total=total)
+    def broken(self: StepTensors, ids: Any, seqlens: Any, rows: Any, **counts: Any) -> None:
+        write(self, ids, np.full_like(seqlens, seqlens[0]), rows, **counts)
 
     patch.setattr(StepTensors, "write", broken)
 

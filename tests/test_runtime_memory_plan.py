@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import attention, block, decoder
 
+from graphport.runtime.cache_sizes import CacheSizes
 from graphport.runtime.memory import MIB
 from graphport.runtime.memory_plan import (
     ModelSizes,
@@ -26,7 +27,7 @@ GPU = ModelSizes(
     blocks=60 * MIB,
     float_type="float16",
     cache_dtype="float16",
-    cache_bytes_per_token=1000,
+    cache=CacheSizes(whole=1000),
     fused_attention=True,
 )
 CPU = dataclasses.replace(GPU, device="cpu", float_type="float32", cache_dtype="float32")

@@ -283,7 +283,7 @@ def test_rows_on_a_device_go_to_the_host_and_come_back(
         assert sequence.token_ids == list(expected.token_ids)
         assert expected.state is not None
         assert sequence.kept_rows is not None
-        for rows, wanted in zip(sequence.kept_rows, expected.state.rows, strict=True):
+        for rows, wanted in zip(sequence.kept_rows.rows, expected.state.rows, strict=True):
             assert np.abs(rows - wanted).max() < TOLERANCE
     assert engine.reuse.prefixes is not None
     assert engine.reuse.prefixes.statistics.num_reused_tokens == 2 * 48

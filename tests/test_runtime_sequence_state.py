@@ -200,7 +200,7 @@ def _rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 2, this version reads 1; save it again"),
+        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 3, this version reads 2; save it again"),
         (lambda h, _: h["model"].update(precision="int4"), "its precision is 'int4', this one's 'fp32'"),
         (lambda h, _: h["model"].update(cache_dtype="int8"), "its cache_dtype is 'int8', this one's 'float32'"),
         (
@@ -274,7 +274,7 @@ count = 0
 while True:
     count += 1
     rows = (np.full((2, 50_000, 8), count, np.float32),)
-    SequenceState(token_ids=(count,) * 50_000, rows=rows, num_prompt_tokens=0, model=identity).save(path)
+    SequenceState(token_ids=(count,) * 50_000, rows=rows, firsts=(0,), num_prompt_tokens=0, model=identity).save(path)
     print("saved", flush=True)
 """
 

@@ -108,6 +108,7 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
         weights=planned.weights,
         blocks=planned.blocks,
         fused_attention=planned.fused_attention,
+        window_layers=planned.window_layers,
     )
 
 
