@@ -44,10 +44,15 @@ def image_peaks(model: Transformer, batches: Sequence[NDArray[np.float32]]) -> d
     return peaks
 
 
-def activation_peaks(model: Transformer, ids: Sequence[int]) -> dict[str, float]:
-    """Largest magnitude that each linear layer and norm reads or makes over the text `ids`, by name, as they run."""
+def activation_peaks(
+    model: Transformer, ids: Sequence[int], *, source: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Largest magnitude that each linear layer and norm reads or makes over the text `ids`, by name, as they run.
+
+    `source`: what a decoder that reads one reads beside them.
+    """
     peaks: dict[str, float] = {}
-    _watch(model, torch.tensor([list(ids)]), functools.partial(_keep_peaks, peaks))
+    _watch(model, torch.tensor([list(ids)]), functools.partial(_keep_peaks, peaks), source=source)
     return peaks
 
 
@@ -61,7 +66,13 @@ def _keep_peaks(peaks: dict[str, float], name: str, _: nn.Module, x: Tensor, y: 
     peaks[name] = max(peaks.get(name, 0.0), float(x.abs().max()), float(y.abs().max()))
 
 
-def _watch(model: Transformer, x: Tensor, keep: Callable[[str, nn.Module, Tensor, Tensor], None]) -> None:
+def _watch(
+    model: Transformer,
+    x: Tensor,
+    keep: Callable[[str, nn.Module, Tensor, Tensor], None],
+    *,
+    source: Sequence[int] | None = None,
+) -> None:
     """Run `model` on ids or pixels, handing name, module, input and output of each linear layer and norm to `keep`."""
 
     def hook(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
@@ -71,7 +82,7 @@ def _watch(model: Transformer, x: Tensor, keep: Callable[[str, nn.Module, Tensor
     handles = [module.register_forward_hook(hook(name)) for name, module in watched]
     try:
         with torch.inference_mode():
-            states = model(x)
+            states = model(x, source=None if source is None else model.encode(torch.tensor([list(source)])))
             if model.image_readout is not None:
                 model.image_readout(states)
     finally:

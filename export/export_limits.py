@@ -39,7 +39,8 @@ def require_float16_range(opened: SourceModel, config: TransformerConfig, *, max
         what, peaks = "parity images", image_peaks(opened.model, images)
     else:
         ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
-        what, peaks = "parity text", activation_peaks(opened.model, ids)
+        source = None if config.encoder is None else ids[: config.encoder.max_positions]
+        what, peaks = "parity text", activation_peaks(opened.model, ids, source=source)
     for name, peak in peaks.items():
         if not peak <= FLOAT16_MAX:
             raise TargetError(
@@ -84,6 +85,16 @@ def require_image_precision(target: Target, precision: Precision) -> None:
     if precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS:
         known = "fp32, int8" if target is CPU else "fp32, fp16, bf16, int8"
         raise TargetError(f"precision {precision.name} rounds weights on text, which images are not; choose {known}")
+
+
+def require_source_precision(target: Target, precision: Precision, cache: CacheFormat | None) -> None:
+    """Refuse what is calibrated on a text alone, which a decoder that reads a source has not, and bfloat16."""
+    rounds_on_text = precision.chooses_bits or precision.keeps_blocks or precision.weight_bits == LOW_BITS
+    if rounds_on_text or precision.activations == "bfloat16":  # keys and values of a source pass through NumPy
+        known = "fp32, int8" if target is CPU else "fp16, int8"
+        raise TargetError(f"precision {precision.name} is not made of encoder-decoders; choose {known}")
+    if cache is not None:
+        raise TargetError(f"KV cache type {cache.name!r} is not made of encoder-decoders; choose --kv-cache auto")
 
 
 def require_cache(config: TransformerConfig, target: Target, cache: CacheFormat) -> None:

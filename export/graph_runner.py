@@ -4,7 +4,7 @@ In: a graph file and token ids. Out: logits of every position. Plain and slow on
 Runtime's optimiser off unless asked for; the runtime proper is `graphport.runtime`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +53,12 @@ class GraphRunner:
         *,
         chunks: Sequence[int] = (),
         store: Callable[[int, NDArray[Any]], NDArray[Any]] | None = None,
+        beside: Mapping[str, NDArray[Any]] | None = None,
     ) -> NDArray[np.float32]:
         """Logits [S, V] float32 of `ids` [S], fed in pieces of the given sizes, the rest in one piece.
 
         After each piece `store(index, rows)` may change the new rows [1, K, S, H] of the cache tensors, which are
-        numbered keys and values of layer 0, 1, ...
+        numbered keys and values of layer 0, 1, ... `beside`: inputs of every piece that a decoder alone has not.
         """
         past = self._empty_cache(len(ids))
         pieces: list[NDArray[np.float32]] = []
@@ -65,7 +66,7 @@ class GraphRunner:
         for size in (*chunks, len(ids) - sum(chunks)):
             if size <= 0:
                 continue
-            piece, past = self._step(ids[start : start + size], start, past)
+            piece, past = self._step(ids[start : start + size], start, past, beside)
             if store is not None:
                 for index, cache in enumerate(past):
                     cache[:, :, start : start + size] = store(index, cache[:, :, start : start + size])
@@ -77,13 +78,16 @@ class GraphRunner:
         """Keys and values [1, K, S, H] of layer 0, 1, ... after `ids` [S] in one piece."""
         return self._step(ids, 0, self._empty_cache(len(ids)))[1]
 
-    def _step(self, ids: Sequence[int], start: int, past: Caches) -> tuple[NDArray[np.float32], Caches]:
+    def _step(
+        self, ids: Sequence[int], start: int, past: Caches, beside: Mapping[str, NDArray[Any]] | None = None
+    ) -> tuple[NDArray[np.float32], Caches]:
         total = start + len(ids)
         feed = {
             INPUT_IDS: np.array([ids], np.int64),
             SEQLENS_K: np.array([total - 1], np.int32),
             TOTAL_SEQUENCE_LENGTH: np.array(total, np.int32),
             LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
+            **(beside or {}),
         }
         feed |= unmoved_windows(self._inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
         logits, *present = self._session.run(None, feed | dict(zip(self._cache_names, past, strict=True)))

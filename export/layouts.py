@@ -68,6 +68,8 @@ def check_layouts(layouts: Sequence[Layout], plan: CompilePlan) -> None:
         wish = f"layout {layout.name}, for {layout.runtime},"
         if not plan.config.is_causal or plan.config.image is not None:
             raise LayoutError(f"{wish} is a decoder's, and this is an encoder; leave --layout out")
+        if plan.config.encoder is not None:
+            raise LayoutError(f"{wish} is a decoder's, and this is an encoder-decoder; leave --layout out")
         shapes = {(block.attention.num_kv_heads, block.attention.head_dim) for block in plan.config.blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{wish} has one shape of cache for all layers, this model has {sorted(shapes)}")

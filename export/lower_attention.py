@@ -3,6 +3,9 @@
 Before: RotaryCachedAttention(q, k, v, past_k, past_v, seqlens, total, cos, sin), q, k, v = Split(qkv)
 After:  GroupQueryAttention(qkv, , , past_k, past_v, seqlens, total, cos, sin)
 
+Before: BiasedCachedAttention(q, k, v, past_k, past_v, seqlens, total, table)
+After:  GroupQueryAttention(q, k, v, past_k, past_v, seqlens, total, , , , DistanceBias(table, positions, total))
+
 Where the kernel cannot rotate (sizes), RotaryEmbedding nodes stand before it. Where it cannot take the head size, the
 node stays and runs as its portable body. Windows, caps and scales become attributes.
 """
@@ -52,7 +55,7 @@ def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
             missed.append(Miss(site=f"{site} rotary", check="GroupQueryAttention rotates inside", found=reason))
             _rotate_before(model, node, rotation)
             rotation = None
-        _lower(node, rotation)
+        _lower(node, rotation, _distance_bias(model, node))
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
 
@@ -67,18 +70,20 @@ def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
     return f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}"
 
 
-def _lower(node: ir.Node, rotation: Rotation | None) -> None:
+def _lower(node: ir.Node, rotation: Rotation | None, bias: ir.Value | None) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
         "scale": node.attributes["scale"].as_float(),
-        "softcap": node.attributes["softcap"].as_float(),
-        "local_window_size": node.attributes["local_window_size"].as_int(),
+        "softcap": node.attributes.get_float("softcap", 0.0),
+        "local_window_size": node.attributes.get_int("local_window_size", -1),
     }
     tables: list[ir.Value | None] = []
     if rotation is not None:
         attributes |= {"do_rotary": 1, "rotary_interleaved": rotation.is_interleaved}
         tables = [rotation.cos, rotation.sin]
+    if bias is not None:
+        tables = [None, None, None, bias]
     split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
     kernel = new_node(
@@ -95,6 +100,20 @@ def _lower(node: ir.Node, rotation: Rotation | None) -> None:
     remove_nodes(node)
     if split is not None:
         remove_nodes(split)
+
+
+def _distance_bias(model: ir.Model, node: ir.Node) -> ir.Value | None:
+    """What a biased node adds to its scores [B, N, S, total], by nodes in front of it; repeats are merged later."""
+    if node.op_type != "BiasedCachedAttention":
+        return None
+    for name in ("Positions", "DistanceBias"):
+        attach_function(model, name)
+    total, table = node.inputs[6], node.inputs[7]
+    inputs = [node.inputs[0], node.inputs[5]]
+    positions = new_node(node, "Positions", inputs, domain=DOMAIN, name=f"{node.name}_positions").outputs[0]
+    columns = new_node(node, "Cast", [total], {"to": int(ir.DataType.INT64)}, name=f"{node.name}_columns").outputs[0]
+    bias = new_node(node, "DistanceBias", [table, positions, columns], domain=DOMAIN, name=f"{node.name}_bias")
+    return bias.outputs[0]
 
 
 def packed_split(node: ir.Node) -> ir.Node | None:

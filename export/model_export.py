@@ -13,11 +13,12 @@ import onnx_ir as ir
 
 from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
-from graphport.export.bundle_certificate import add_certificate, bundle_certificate
+from graphport.export.bundle_certificate import add_certificate, bundle_certificate, describe_candidate
 from graphport.export.bundle_records import write_records
 from graphport.export.calibrate import Ranges, activation_ranges, image_ranges
 from graphport.export.calibration import Calibration, CalibrationError, calibration_ids, read_calibration
 from graphport.export.certify import calibrate_cache
+from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence, add_checks
 from graphport.export.export_limits import (
     longest_context,
     note_pictures,
@@ -26,6 +27,7 @@ from graphport.export.export_limits import (
     require_image_precision,
     require_image_size,
     require_numbers,
+    require_source_precision,
 )
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
@@ -50,6 +52,7 @@ from graphport.export.precision_choice import (
 )
 from graphport.export.site_account import site_account
 from graphport.export.source import SourceModel, open_source
+from graphport.export.source_graph import compile_source, write_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.certificate import Check
@@ -147,7 +150,7 @@ def export(
         )
         plan = _with_cache_scales(exported, plan, calibrated, folder=folder, progress=progress)
         progress("compiling the graph")
-        compiled, reports = _compiled(exported, plan, folder, required=require_fused or {})
+        compiled, reports, others = _compiled(exported, evidence, plan, folder, required=require_fused or {})
         write_layouts(folder, found_layouts, plan, opened.generation)
         if verify:
             shipped = evidence.certify_cache(exported, plan, folder=folder, observe=progress)
@@ -163,7 +166,7 @@ def export(
     return Bundle(
         path=out,
         manifest=manifest,
-        fusions=count_fusions(reports),
+        fusions=count_fusions((*reports, *others)),
         certificate=checks,
         notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
@@ -196,7 +199,7 @@ def _account(
 def _certify(
     opened: SourceModel,
     plan: CompilePlan,
-    evidence: KindEvidence,
+    evidence: KindEvidence | EncoderDecoderEvidence,
     folder: Path,
     manifest: Manifest,
     stages: tuple[Check, ...],
@@ -204,6 +207,8 @@ def _certify(
     observe: Callable[[str], None],
 ) -> tuple[tuple[Check, ...], Manifest]:
     """Run what ships in `folder`, and write its certificate. Raises ParityError; all checks, and the new manifest."""
+    if isinstance(evidence, EncoderDecoderEvidence):
+        return stages, add_checks(folder, manifest, describe_candidate(plan), stages)
     certificate = bundle_certificate(
         opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, observe=observe
     )
@@ -211,17 +216,36 @@ def _certify(
     return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
+def _write_encoder(
+    evidence: KindEvidence | EncoderDecoderEvidence, plan: CompilePlan, folder: Path
+) -> tuple[PassReport, ...]:
+    """The second graph of an encoder-decoder, compiled and written; what was fused in it."""
+    if not isinstance(evidence, EncoderDecoderEvidence):
+        return ()
+    encoder, reports = compile_source(evidence.source, plan)
+    write_source(encoder, folder)
+    return reports
+
+
 def _compiled(
-    exported: ir.Model, plan: CompilePlan, folder: Path, *, required: Mapping[str, int | Literal["all"]]
-) -> tuple[ir.Model, tuple[PassReport, ...]]:
-    """Write the graph that ships, and the one that a CPU packs for itself where they differ; the first, and reports."""
+    exported: ir.Model,
+    evidence: KindEvidence | EncoderDecoderEvidence,
+    plan: CompilePlan,
+    folder: Path,
+    *,
+    required: Mapping[str, int | Literal["all"]],
+) -> tuple[ir.Model, tuple[PassReport, ...], tuple[PassReport, ...]]:
+    """Write the graphs that ship: the model's, the one that a CPU packs for itself, an encoder-decoder's encoder.
+
+    The first, what was fused in it, and what was fused in the encoder.
+    """
     compiled = exported.clone()
     reports = compile_graph(compiled, plan)
     require_fusions(reports, required)
     write_graph(compiled, folder)
     if plan.target is CPU:
         write_bare_graph(folder)
-    return compiled, reports
+    return compiled, reports, _write_encoder(evidence, plan, folder)
 
 
 def _with_cache_scales(
@@ -256,6 +280,8 @@ def _plan(
     config = require_image_size(opened.model.config, image_size, context)
     if config.image is not None:
         require_image_precision(target, precision)
+    if config.encoder is not None:
+        require_source_precision(target, precision, cache)
     max_length, notes = longest_context(config, context, text_limit=opened.text_limit)
     kind_of(config).check(config, max_length)
     if precision.chooses_bits and not kind_of(config).has_cache:
@@ -292,6 +318,8 @@ def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress:
 def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
     if text is not None:
         check_calibration(plan.precision, plan.cache)
+    if plan.config.encoder is not None and text is not None:
+        raise CalibrationError("weights of an encoder-decoder are rounded without a text; leave --calibration out")
     if plan.config.image is not None:
         if text is not None:
             raise CalibrationError("a calibration text is for models of text; an image encoder reads none")
@@ -301,7 +329,7 @@ def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, se
 
 def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration, *, seed: int) -> Ranges:
     """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
-    if plan.precision.weight_bits is None or plan.matrices:
+    if plan.precision.weight_bits is None or plan.matrices or plan.config.encoder is not None:
         return {}
     if plan.config.image is not None:
         sizes = image_sizes(plan.config.image, max_length=plan.max_length)[:1]

@@ -1,9 +1,10 @@
-"""What differs between decoders, encoders and image encoders on the way to a bundle: one record a kind.
+"""What differs between kinds of models, decoders, encoders and others, on the way to a bundle: one record a kind.
 
 In: a configuration. Out: its kind's record. `model_export.py` orders the steps; this file says what a kind traces and
 what it is compared on.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import onnx_ir as ir
 from torch import nn
 
+from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
 from graphport.export.decoder_evidence import DecoderEvidence
 from graphport.export.encoder_evidence import EncoderEvidence, Feed
 from graphport.export.graph_pass import CompilePlan
@@ -25,6 +27,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
 from graphport.model_def.played_runs import Evidence
 from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature, image_signature
+from graphport.model_def.source_encoder import check_can_translate
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
 from graphport.model_def.vision import ImageEncoder, check_can_encode_images
 
@@ -80,7 +83,7 @@ class MakesEvidence(Protocol):
         seed: int,
         model: Transformer,
         inputs: Inputs | None = None,
-    ) -> KindEvidence: ...
+    ) -> "KindEvidence | EncoderDecoderEvidence": ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +168,19 @@ IMAGE_ENCODER = ModelKind(
 )
 
 
+# what is traced here is the decoder; `source_graph.py` has the encoder
+ENCODER_DECODER = dataclasses.replace(
+    DECODER,
+    name="encoder_decoder",
+    check=check_can_translate,
+    evidence=EncoderDecoderEvidence,
+)
+
+
 def kind_of(config: TransformerConfig) -> ModelKind:
     """The kind of model that `config` describes: what attends to what comes later is an encoder."""
     if config.image is not None:
         return IMAGE_ENCODER
+    if config.encoder is not None:
+        return ENCODER_DECODER
     return DECODER if config.is_causal else ENCODER

@@ -16,6 +16,7 @@ from graphport.export.fuse_residual_norm import fuse_residual_norm
 from graphport.export.fuse_silu import fuse_silu
 from graphport.export.graph_pass import CompilePlan, GraphPass, Miss, PassReport
 from graphport.export.lower_attention import lower_attention
+from graphport.export.lower_cross_attention import lower_cross_attention
 from graphport.export.lower_experts import lower_experts
 from graphport.export.lower_linear import lower_linear
 from graphport.export.lower_norm import lower_norm
@@ -37,6 +38,7 @@ PASSES: tuple[GraphPass, ...] = (
     lower_attention,
     window_caches,
     lower_padded_attention,
+    lower_cross_attention,
     fuse_qk_norm,
     lower_norm,
     convert_floats,
@@ -76,6 +78,7 @@ OPTIONAL_PASSES: dict[GraphPass, str] = {
     lower_attention: "attention",
     window_caches: "window_cache",
     lower_padded_attention: "attention",
+    lower_cross_attention: "attention",
     fuse_qk_norm: "qk_norm",
     lower_norm: "norm",
 }
@@ -124,7 +127,8 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
         "silu": sum(block.dense is not None and block.dense.activation in ("silu", "quick_gelu") for block in blocks),
-        "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks),
+        "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks)
+        + sum(block.cross_attention is not None for block in blocks),
         "window_cache": len(window_layers(plan)),
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "experts": sum(isinstance(block.feed_forward, ExpertsConfig) for block in blocks),
@@ -171,7 +175,7 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     is_sum = last_is_whole and not is_normed  # whether the residual stream is a sum where the next block begins
     for block in config.blocks:
         count += is_sum and block.norm_order in _NORMS_FIRST
-        count += _NORMED_SUMS_INSIDE[block.norm_order]
+        count += _NORMED_SUMS_INSIDE[block.norm_order] + (block.cross_attention is not None)
         is_sum = block.norm_order != "post"
     return count + (is_sum and config.final_norm is not None)
 

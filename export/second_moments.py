@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from graphport.model_def.transformer import Block, Transformer
+from graphport.model_def.block import Block
+from graphport.model_def.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,16 @@ _ROTARY_CACHED_ATTENTION = _op(
 )
 
 
+_BIASED_CACHED_ATTENTION = _op(
+    "BiasedCachedAttention",
+    inputs=f"{_ATTENTION_INPUTS} table",
+    outputs=_ATTENTION_OUTPUTS,
+    floats="scale",
+    ints="num_heads kv_num_heads",
+)
+_CROSS_ATTENTION = _op(
+    "CrossAttention", inputs="query key value lengths:i32", outputs="output", floats="scale", ints="num_heads"
+)
 _PADDED_ATTENTION = _op(
     "PaddedAttention",
     inputs="query key value lengths:i32",
@@ -163,6 +173,29 @@ def _cached_attention(
     return _ROTARY_CACHED_ATTENTION(*inputs, cos, sin, **attributes, rotary_interleaved=int(interleaved))
 
 
+def _biased_cached_attention(
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    past_key: ir.Value,
+    past_value: ir.Value,
+    seqlens_k: ir.Value,
+    total_sequence_length: ir.Value,
+    table: ir.Value,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+) -> Any:  # noqa: ANN401
+    inputs = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length, table)
+    return _BIASED_CACHED_ATTENTION(*inputs, num_heads=num_heads, kv_num_heads=num_kv_heads, scale=scale)
+
+
+def _cross_attention(
+    query: ir.Value, key: ir.Value, value: ir.Value, lengths: ir.Value, num_heads: int, scale: float
+) -> Any:  # noqa: ANN401
+    return _CROSS_ATTENTION(query, key, value, lengths, num_heads=num_heads, scale=scale)
+
+
 def _padded_attention(
     query: ir.Value,
     key: ir.Value,
@@ -239,6 +272,8 @@ def _mixture_of_experts(
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.rms_norm.default: _rms_norm,
     torch.ops.graphport.cached_attention.default: _cached_attention,
+    torch.ops.graphport.biased_cached_attention.default: _biased_cached_attention,
+    torch.ops.graphport.cross_attention.default: _cross_attention,
     torch.ops.graphport.padded_attention.default: _padded_attention,
     torch.ops.graphport.pool.default: _pool,
     torch.ops.graphport.image_patches.default: _image_patches,

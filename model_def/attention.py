@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from graphport.model_def.config import AttentionConfig
 from graphport.model_def.norms import Norm
-from graphport.model_def.ops import attend, cached_attention, join_heads, padded_attention, split_heads
+from graphport.model_def.ops import (
+    attend,
+    biased_cached_attention,
+    cached_attention,
+    join_heads,
+    padded_attention,
+    split_heads,
+)
 from graphport.model_def.positions import rotate
 
 
@@ -76,11 +83,25 @@ class Attention(nn.Module):
         return output
 
     def step(
-        self, x: Tensor, past_key: Tensor, past_value: Tensor, step: CacheStep, tables: RotaryTables | None
+        self,
+        x: Tensor,
+        past_key: Tensor,
+        past_value: Tensor,
+        step: CacheStep,
+        tables: RotaryTables | None,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """New tokens x [B, S, W] over caches [B, K, C, H]; returns [B, S, W] and the caches after the step."""
+        """New tokens x [B, S, W] over caches [B, K, C, H]; returns [B, S, W] and the caches after the step.
+
+        `bias` [P, N] is added to scores by distance.
+        """
         config = self.config
         query, key, value = self._project(x)
+        if bias is not None:
+            heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
+            caches = (past_key, past_value, *step)
+            attended, *present = biased_cached_attention(query, key, value, *caches, bias, *heads)
+            return self.output(attended), *present
         attended, present_key, present_value = cached_attention(
             query,
             key,

@@ -148,11 +148,13 @@ class BlockConfig:
     parallel: x + attention(norm(x)) + feed_forward(norm(x)) (GPT-NeoX). `attention_norm` False: attention reads x as it
     is, normed already (ModernBERT's first layer, pre). `feed_forward_norm` False: the feed-forward reads what attention
     reads (parallel with one norm: Cohere, Phi). `residual_scale` multiplies what is added to x (Granite).
+    `cross_attention`, to the states of an encoder, stands between the two with a norm of its own (pre and post).
     """
 
     attention: AttentionConfig
     feed_forward: FeedForwardConfig | ExpertsConfig
     norm: NormConfig
+    cross_attention: AttentionConfig | None = None
     norm_order: NormOrder = "pre"
     attention_norm: bool = True
     feed_forward_norm: bool = True
@@ -167,6 +169,18 @@ class BlockConfig:
             )
         if not self.attention_norm and self.norm_order != "pre":
             raise ConfigError(f"attention_norm may be left out of norm_order 'pre' alone, got {self.norm_order!r}")
+        if self.cross_attention is not None:
+            self._check_cross_attention(self.cross_attention)
+
+    def _check_cross_attention(self, cross: AttentionConfig) -> None:
+        if self.norm_order not in ("pre", "post"):
+            raise ConfigError(f"cross_attention needs norm_order 'pre' or 'post', got {self.norm_order!r}")
+        extras = (cross.window, cross.qk_norm, cross.softcap, cross.rotary)
+        if cross.causal or cross.num_kv_heads != cross.num_heads or any(extras):
+            raise ConfigError(
+                "cross_attention sees a whole source with heads of its own: it has causal=False, as many kv heads as "
+                "heads, and no window, q/k norm, cap or rotation"
+            )
 
     @property
     def dense(self) -> FeedForwardConfig | None:
@@ -186,7 +200,8 @@ class TransformerConfig:
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
     `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
-    place of ids, and there is no vocabulary (`vocab_size` 0).
+    place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
+    cross-attention reads: this stack is the decoder of an encoder-decoder.
     """
 
     vocab_size: int
@@ -207,6 +222,7 @@ class TransformerConfig:
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
     image: ImageConfig | None = None
+    encoder: "TransformerConfig | None" = None
 
     def __post_init__(self) -> None:
         for name in (*(() if self.image else ("vocab_size",)), "hidden_size", "max_positions"):
@@ -232,6 +248,7 @@ class TransformerConfig:
         if len({block.attention.causal for block in self.blocks}) != 1:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
         self._check_encoder()
+        self._check_source()
         if self.image is not None:
             self._check_image(self.image)
 
@@ -239,14 +256,28 @@ class TransformerConfig:
         """What encoders alone have."""
         if self.token_types != 0:
             require_count("token_types", self.token_types)
-        if self.relative_bias is not None and (self.is_causal or len({b.attention.num_heads for b in self.blocks}) > 1):
-            raise ConfigError("a relative bias is shared by bidirectional layers of one number of heads")
+        if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
+            raise ConfigError("a relative bias is shared by layers of one number of heads")
         if (self.pooling or self.classifier) and self.is_causal:
             raise ConfigError(
                 "pooling and classifiers are for encoders, whose blocks are bidirectional; these are causal"
             )
         if self.pooling and self.classifier:
             raise ConfigError("an encoder has pooling or a classifier, not both")
+
+    def _check_source(self) -> None:
+        """A decoder that reads a source and its encoder belong together."""
+        num_cross = sum(block.cross_attention is not None for block in self.blocks)
+        if num_cross != (0 if self.encoder is None else len(self.blocks)):
+            raise ConfigError(
+                f"{num_cross} of {len(self.blocks)} blocks have cross_attention; with an encoder all need it, without "
+                "one none may have it"
+            )
+        encoder = self.encoder
+        if encoder is None:
+            return
+        if not self.is_causal or encoder.is_causal or encoder.head != "none" or encoder.pooling or encoder.classifier:
+            raise ConfigError("an encoder-decoder is a causal stack and a bidirectional encoder that gives its states")
 
     def _check_image(self, image: ImageConfig) -> None:
         """What reads patches has nothing that belongs to ids."""

@@ -17,9 +17,13 @@ from graphport.model_def.checkpoint_record import (
     read_json,
 )
 from graphport.model_def.config import HeadKind, TransformerConfig
+from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily, find_encoder_decoder_family
+from graphport.model_def.encoder_decoder_tensors import StoredEncoderDecoder
 from graphport.model_def.encoder_tensors import find_encoder_tensors
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
+from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
+from graphport.model_def.huggingface_forced_tokens import read_forced_tokens
 from graphport.model_def.huggingface_heads import read_classifier
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
@@ -61,6 +65,9 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
     vision = find_vision_family(values.get("model_type"))
     if vision is not None:
         return load_image_encoder(folder, values, vision, name=name)
+    pair = find_encoder_decoder_family(values.get("model_type"))
+    if pair is not None:
+        return _load_encoder_decoder(folder, values, pair, name=name)
     config, config_notes, stored = _read_decoder(folder, values)
     files = stored.files
     parts, tensor_notes = stored.find(str(folder), config)
@@ -84,6 +91,10 @@ def read_folder_config(folder: Path) -> TransformerConfig:
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
     values = read_json(folder / CONFIG_FILE)
     model_type = values.get("model_type")
+    if find_encoder_decoder_family(model_type) is not None:
+        raise CheckpointError(
+            f"{folder} is an encoder-decoder, of which no configuration is read alone; export it first"
+        )
     if find_encoder_family(model_type) is not None or find_vision_family(model_type) is not None:
         raise CheckpointError(f"{folder} is an encoder, of which no configuration is read alone; export it first")
     return _read_decoder(folder, values)[0]
@@ -100,6 +111,47 @@ def _read_decoder(folder: Path, values: Mapping[str, Any]) -> tuple[TransformerC
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
     return config, [*notes, *tie_notes], stored
+
+
+def _read_encoder_decoder(
+    folder: Path, values: Mapping[str, Any], family: EncoderDecoderFamily
+) -> tuple[TransformerConfig, list[str], StoredEncoderDecoder]:
+    try:
+        read_encoder_decoder_config(values, family, head="tied", has_head_bias=False)  # before the files are looked at
+        stored = StoredEncoderDecoder(files=find_weight_files(folder), family=family)
+        config, notes = read_encoder_decoder_config(
+            values, family, head=stored.head_kind(values), has_head_bias=stored.has_head_bias
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
+    return config, notes, stored
+
+
+def _load_encoder_decoder(
+    folder: Path, values: Mapping[str, Any], family: EncoderDecoderFamily, *, name: str | None
+) -> Checkpoint:
+    config, notes, stored = _read_encoder_decoder(folder, values, family)
+    names, tensor_notes = stored.find(str(folder), config)
+    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
+    forced, forced_notes = read_forced_tokens(folder, values, tokenizer_json, family, vocab_size=config.vocab_size)
+    return Checkpoint(
+        config=config,
+        weights=stored.read(names, config),
+        generation=dataclasses.replace(generation, forced=forced),
+        tokenizer_json=tokenizer_json,
+        chat_template=None,
+        special_tokens=read_special_tokens(folder),
+        source={"format": "huggingface", "name": name or folder.resolve().name, "sha256": stored.files.sha256()},
+        notes=(
+            *notes,
+            *stored.files.notes,
+            *tensor_notes,
+            *generation_notes,
+            *forced_notes,
+            *tokenizer_notes,
+        ),
+    )
 
 
 def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily, *, name: str | None) -> Checkpoint:

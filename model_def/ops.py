@@ -107,6 +107,88 @@ def _(
     return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 
 
+@torch.library.custom_op("graphport::biased_cached_attention", mutates_args=())
+def biased_cached_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    table: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cached_attention` without rotation, cap and window, whose scores depend on distances too.
+
+    table float [P, N], P at least C: `table[d]` is added to the scores of keys that stand d positions before the query.
+    """
+    num_new, capacity = query.shape[1], past_key.shape[2]
+    _check_room(seqlens_k, total_sequence_length, num_new, capacity)
+    past = past_lengths(seqlens_k, num_new)  # [B]
+    positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
+    present_key = _write(past_key, split_heads(key, num_kv_heads), past)
+    present_value = _write(past_value, split_heads(value, num_kv_heads), past)
+    column = torch.arange(capacity, device=past.device)
+    distance = positions[:, :, None] - column  # [B, S, C]
+    written = (column <= positions[:, -1:])[:, None, :, None]
+    attended = attend(
+        split_heads(query, num_heads),
+        present_key.where(written, 0),
+        present_value.where(written, 0),
+        visible=(distance >= 0)[:, None],
+        bias=table[distance.clamp(min=0)].permute(0, 3, 1, 2),
+        scale=scale,
+        softcap=0.0,
+    )
+    return join_heads(attended), present_key.contiguous(), present_value.contiguous()
+
+
+@biased_cached_attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor,
+    past_value: Tensor,
+    seqlens_k: Tensor,
+    total_sequence_length: Tensor,
+    table: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
+
+
+@torch.library.custom_op("graphport::cross_attention", mutates_args=())
+def cross_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, num_heads: int, scale: float) -> Tensor:
+    """Attention of new tokens over a source, which lies before none of them: every token sees all of its row's.
+
+    query [B, S, N*H]; key, value [B, N, T, H]; lengths int32 [B], a row's source tokens, which come first. Keys and
+    values beyond them reach nothing, whatever they hold. Returns the heads joined [B, S, N*H].
+    """
+    real = torch.arange(key.shape[2], device=lengths.device) < lengths[:, None]  # [B, T]
+    written = real[:, None, :, None]
+    attended = attend(
+        split_heads(query, num_heads),
+        key.where(written, 0),
+        value.where(written, 0),
+        visible=real[:, None, None],
+        bias=None,
+        scale=scale,
+        softcap=0.0,
+    )
+    return join_heads(attended).contiguous()
+
+
+@cross_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, num_heads: int, scale: float) -> Tensor:
+    return query.new_empty(query.shape)
+
+
 @torch.library.custom_op("graphport::padded_attention", mutates_args=())
 def padded_attention(
     query: Tensor,

@@ -144,9 +144,13 @@ class LearnedPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinusoidalPosition:
-    """Fixed sines and cosines added to the embeddings (Vaswani et al. 2017, section 3.5)."""
+    """Fixed sines and cosines added to the embeddings (Vaswani et al. 2017, section 3.5).
+
+    They alternate, or all sines come before all cosines (`halves`, as the authors' code and Marian have it).
+    """
 
     max_positions: int
+    halves: bool = False
 
     def __post_init__(self) -> None:
         require_count("max_positions of the sinusoidal table", self.max_positions)
@@ -156,8 +160,8 @@ class SinusoidalPosition:
 class RelativeBias:
     """A trained number a head for each bucket of distances, added to the scores of every layer (T5, MPNet).
 
-    Half of the `num_buckets` are for keys before the query; in each half the first half are single distances, the
-    others grow with the logarithm up to `max_distance`.
+    Half of the `num_buckets` are for keys before the query, all of them where there are none after it; the first half
+    of these are single distances, the others grow with the logarithm up to `max_distance`.
     """
 
     num_buckets: int = 32

@@ -89,13 +89,24 @@ def relative_buckets(bias: RelativeBias, length: int) -> Tensor:
     return torch.where(size < single, size, far) + half * (distance > 0)
 
 
-def sinusoidal_table(num_positions: int, width: int) -> Tensor:
+def causal_buckets(bias: RelativeBias, length: int) -> Tensor:
+    """The bucket of a key that stands 0 .. length - 1 positions before the query, int64 [length]; as above, causal."""
+    distance = torch.arange(length)
+    single = bias.num_buckets // 2
+    growth = torch.log(distance.clamp(min=1).float() / single) / math.log(bias.max_distance / single)
+    far = (single + (growth * (bias.num_buckets - single)).to(torch.int64)).clamp(max=bias.num_buckets - 1)
+    return torch.where(distance < single, distance, far)
+
+
+def sinusoidal_table(num_positions: int, width: int, *, halves: bool = False) -> Tensor:
     """PE[p, 2i] = sin(p / 10000^(2i/width)), PE[p, 2i+1] = cos(same); [num_positions, width] float32.
 
-    (Vaswani et al. 2017, section 3.5.) An odd `width` ends on a sine.
+    (Vaswani et al. 2017, section 3.5.) An odd `width` ends on a sine. `halves`: all sines, then all cosines.
     """
     rates = torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * rates
+    if halves:
+        return torch.cat((angles.sin(), angles.cos()), dim=-1)[:, :width].to(torch.float32)
     table = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
     return table[:, :width].to(torch.float32)
 

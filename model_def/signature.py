@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.forced_tokens import ForcedTokens
 from graphport.model_def.window_rows import WindowRows, rows_of
 
-Kind = Literal["decoder", "encoder", "image_encoder"]
+Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
@@ -26,6 +27,8 @@ MANIFEST_FORMAT = 1
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
+ENCODER_GRAPH_FILE = "encoder.onnx"  # of an encoder-decoder; its model.onnx is the decoder
+ENCODER_WEIGHTS_FILE = "encoder.onnx.data"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # the texts of the special tokens, for chat templates
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
@@ -54,6 +57,7 @@ TOKEN_TYPE_IDS = "token_type_ids"
 HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
 PIXEL_VALUES = "pixel_values"
+SOURCE_LENGTHS = "source_lengths"
 
 CAPACITY, WINDOW_CAPACITY = "capacity", "window_capacity"
 
@@ -88,6 +92,16 @@ def present_value(layer: int) -> str:
     return f"present.{layer}.value"
 
 
+def source_key(layer: int) -> str:
+    """Name of the source's keys for layer `layer`: an output of the encoder's graph, an input of the decoder's."""
+    return f"source.{layer}.key"
+
+
+def source_value(layer: int) -> str:
+    """Name of the source's values for layer `layer`."""
+    return f"source.{layer}.value"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
     """One graph input or output; a `str` in `shape` is a symbolic dimension."""
@@ -119,6 +133,8 @@ def decoder_signature(
     exactly when nothing is cached yet; `logits_rows` int64 [rows], indices into the flattened [batch * sequence]
     hidden states; caches [batch, kv_heads, capacity, head_dim], or half of head_dim in uint8, which holds two 4-bit
     values a byte. `logits` float32 [rows, vocab]. With `samples` the outputs end with those of `sample_outputs`.
+    With an encoder the inputs end with `source_lengths` int32 [batch] and keys and values [batch, heads, source,
+    head_dim] of each layer, in the type of a float cache.
     (The contract of ONNX Runtime's GroupQueryAttention with a static cache.)
 
     The caches of `window_layers` hold a row's newest tokens alone, the oldest of them first, and the graph has
@@ -143,6 +159,9 @@ def decoder_signature(
             inputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
         for name in (present_key(layer), present_value(layer)):
             outputs.append(TensorSpec(name=name, dtype=cache_dtype, shape=shape))
+    if config.encoder is not None:
+        inputs.append(TensorSpec(name=SOURCE_LENGTHS, dtype="int32", shape=("batch",)))
+        inputs += source_specs(config, cache_dtype)
     if samples:
         outputs += sample_outputs(config)
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
@@ -172,6 +191,27 @@ def sample_outputs(config: TransformerConfig) -> tuple[TensorSpec, ...]:
         TensorSpec(name=TOP_IDS, dtype="int64", shape=("rows", count)),
         TensorSpec(name=NEXT_SEQLENS_K, dtype="int32", shape=("batch",)),
     )
+
+
+def source_specs(config: TransformerConfig, dtype: DType) -> list[TensorSpec]:
+    """Keys and values of the source for each layer, [batch, heads, source, head_dim]."""
+    specs = []
+    for layer, block in enumerate(config.blocks):
+        assert block.cross_attention is not None
+        shape = ("batch", block.cross_attention.num_heads, "source", block.cross_attention.head_dim)
+        specs += [TensorSpec(name=name, dtype=dtype, shape=shape) for name in (source_key(layer), source_value(layer))]
+    return specs
+
+
+def source_signature(config: TransformerConfig, dtype: DType = "float32") -> Signature:
+    """Inputs and outputs of the encoder's graph of an encoder-decoder.
+
+    `input_ids` int64 [batch, source]; `lengths` int32 [batch], the real tokens of each row, which come first; outputs
+    as the decoder's inputs of these names, unspecified beyond a row's length.
+    """
+    ids = TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "source"))
+    lengths = TensorSpec(name=LENGTHS, dtype="int32", shape=("batch",))
+    return Signature(inputs=(ids, lengths), outputs=tuple(source_specs(config, dtype)))
 
 
 def encoder_signature(config: TransformerConfig) -> Signature:
@@ -231,12 +271,13 @@ class FileRecord:
 class GenerationDefaults:
     """What the checkpoint says about starting and ending text.
 
-    `eos_token_ids` is the union over generation config, tokenizer and config.
+    `eos_token_ids` is the union over generation config, tokenizer and config. `forced` is an encoder-decoder's.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     pad_token_id: int | None = None
+    forced: ForcedTokens | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +355,8 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     signature = data.pop("signature")
     generation = data.pop("generation")
     generation["eos_token_ids"] = tuple(generation["eos_token_ids"])
+    if generation.get("forced") is not None:
+        generation["forced"] = ForcedTokens.from_dict(generation["forced"])
     manifest = Manifest(
         config=TransformerConfig.from_dict(data.pop("config")),
         signature=Signature(inputs=_specs(signature["inputs"]), outputs=_specs(signature["outputs"])),
@@ -338,7 +381,11 @@ def _require_plausible(manifest: Manifest) -> None:
             raise ValueError(f"{name} must be text, got {text!r}")
     if manifest.kind not in get_args(Kind):
         raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}, got {manifest.kind!r}")
-    if (manifest.kind == "decoder") != config.is_causal:
+    if (manifest.kind == "encoder_decoder") != (config.encoder is not None):
+        raise ValueError(
+            f"kind is {manifest.kind}, but the configuration has {'no' if config.encoder is None else 'an'} encoder"
+        )
+    if (manifest.kind in ("decoder", "encoder_decoder")) != config.is_causal:
         raise ValueError(
             f"kind is {manifest.kind}, but the configuration is {'' if config.is_causal else 'not '}causal"
         )
@@ -350,10 +397,7 @@ def _require_plausible(manifest: Manifest) -> None:
             f"max_length must be a whole number from 1 to max_positions ({config.max_positions}), "
             f"got {manifest.max_length!r}"
         )
-    others = [value for value in (generation.bos_token_id, generation.pad_token_id) if value is not None]
-    for value in (*generation.eos_token_ids, *others):
-        if not _is_count(value):
-            raise ValueError(f"token ids must be whole numbers from 0, got {value!r}")
+    _require_ids(generation)
     for name, record in manifest.files.items():
         if not _is_count(record.size) or not isinstance(record.sha256, str):
             raise ValueError(f"the record of {name} must be a size and a hash, got {record.size!r}, {record.sha256!r}")
@@ -361,6 +405,13 @@ def _require_plausible(manifest: Manifest) -> None:
     for spec in (*manifest.signature.inputs, *manifest.signature.outputs):
         if spec.dtype not in dtypes:
             raise ValueError(f"the dtype of {spec.name} must be one of {', '.join(dtypes)}, got {spec.dtype!r}")
+
+
+def _require_ids(generation: GenerationDefaults) -> None:
+    others = [value for value in (generation.bos_token_id, generation.pad_token_id) if value is not None]
+    for value in (*generation.eos_token_ids, *others):
+        if not _is_count(value):
+            raise ValueError(f"token ids must be whole numbers from 0, got {value!r}")
 
 
 def _is_count(value: object) -> bool:

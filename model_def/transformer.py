@@ -5,84 +5,21 @@ In: token ids. Out: logits (hidden states where there is no head). Reads no chec
 Shapes: `B` rows, `S` tokens, `W` hidden size, `V` vocabulary, `R` rows of logits asked for, `C` cache capacity.
 """
 
+import functools
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.attention import Attention, CacheStep, RotaryTables
+from graphport.model_def.attention import CacheStep, RotaryTables
+from graphport.model_def.block import Block, Source, keep_all
 from graphport.model_def.classifier import Classifier
-from graphport.model_def.config import BlockConfig, FeedForwardConfig, TransformerConfig
-from graphport.model_def.experts import Experts
-from graphport.model_def.feed_forward import FeedForward
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
 from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition, length_switch
-from graphport.model_def.positions import relative_buckets, rotary_tables, sinusoidal_table
-
-
-class Block(nn.Module):
-    """Attention and feed-forward with residuals and norms in the order the config states."""
-
-    def __init__(self, config: BlockConfig, hidden_size: int) -> None:
-        super().__init__()
-        self.norm_order, self.residual_scale = config.norm_order, config.residual_scale
-        norms_inputs = config.norm_order != "output"
-        norms_outputs = config.norm_order in ("sandwich", "output")
-
-        def norm(*, is_there: bool) -> Norm | None:
-            return Norm(config.norm, hidden_size) if is_there else None
-
-        self.attention_norm = norm(is_there=norms_inputs and config.attention_norm)
-        self.attention = Attention(config.attention, hidden_size)
-        self.attention_output_norm = norm(is_there=norms_outputs)
-        self.feed_forward_norm = norm(is_there=norms_inputs and config.feed_forward_norm)
-        self.feed_forward: FeedForward | Experts
-        if isinstance(config.feed_forward, FeedForwardConfig):
-            self.feed_forward = FeedForward(config.feed_forward, hidden_size)
-        else:
-            self.feed_forward = Experts(config.feed_forward, hidden_size)
-        self.feed_forward_output_norm = norm(is_there=norms_outputs)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        tables: RotaryTables | None = None,
-        padding: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """The residual stream [B, S, W] of whole texts after this block; see `Attention.forward`."""
-        attended = self.attention(self.before_attention(x), tables=tables, padding=padding, bias=bias)
-        return self.after_attention(x, attended)
-
-    def before_attention(self, x: Tensor) -> Tensor:
-        """What attention reads, x [B, S, W]."""
-        return x if self.norm_order == "post" else self._normed(self.attention_norm, x)
-
-    def after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the block, given the residual stream x and the attention's output [B, S, W]."""
-        if self.norm_order == "post":
-            x = self._normed(self.attention_norm, x + self._scaled(attended))
-            return self._normed(self.feed_forward_norm, x + self._scaled(self.feed_forward(x)))
-        before = x
-        x = x + self._scaled(self._normed(self.attention_output_norm, attended))
-        hidden = self.feed_forward(self._before_feed_forward(before if self.norm_order == "parallel" else x))
-        return x + self._scaled(self._normed(self.feed_forward_output_norm, hidden))
-
-    def _before_feed_forward(self, x: Tensor) -> Tensor:
-        """What the feed-forward reads; a norm that it shares with attention is one node in a graph that was cleaned."""
-        is_shared = self.norm_order == "parallel" and self.feed_forward_norm is None
-        return self.before_attention(x) if is_shared else self._normed(self.feed_forward_norm, x)
-
-    def _scaled(self, x: Tensor) -> Tensor:
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
-
-    @staticmethod
-    def _normed(norm: Norm | None, x: Tensor) -> Tensor:
-        """X after `norm`, or as it is where there is none."""
-        return x if norm is None else norm(x)
+from graphport.model_def.positions import causal_buckets, relative_buckets, rotary_tables, sinusoidal_table
 
 
 class Transformer(nn.Module):
@@ -105,7 +42,9 @@ class Transformer(nn.Module):
         self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
         self.embedding_norm = Norm(config.embedding_norm, width) if config.embedding_norm else None
         self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
-        self.blocks = nn.ModuleList(Block(block, config.hidden_size) for block in config.blocks)
+        source_size = 0 if config.encoder is None else config.encoder.hidden_size
+        self.blocks = nn.ModuleList(Block(block, config.hidden_size, source_size) for block in config.blocks)
+        self.encoder = None if config.encoder is None else Transformer(config.encoder)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.head: Head | None = Head(config) if config.head != "none" else None
@@ -122,16 +61,26 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         bias: Tensor | None = None,
         token_types: Tensor | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
         Of an image encoder, pixels float [B, C, h, w] to hidden states. Otherwise:
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
-        `token_types` int64 [B, S], all 0 by default.
+        `token_types` int64 [B, S], all 0 by default; `source`: what `encode` gives, for a decoder that reads one.
         Learned and sinusoidal positions count the real tokens of each row; rotary ones are distances and need not.
         """
-        return self.read_out(self.run_blocks(input_ids, padding=padding, bias=bias, token_types=token_types))
+        states = self.run_blocks(input_ids, padding=padding, bias=bias, token_types=token_types, source=source)
+        return self.read_out(states)
+
+    def encode(self, input_ids: Tensor, lengths: Tensor | None = None) -> Source:
+        """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them."""
+        assert self.encoder is not None
+        if lengths is None:
+            lengths = torch.full((input_ids.shape[0],), input_ids.shape[1])
+        padding = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        return Source(self.encoder(input_ids, padding=padding), lengths.to(torch.int32))
 
     def run_blocks(
         self,
@@ -140,6 +89,7 @@ class Transformer(nn.Module):
         padding: Tensor | None = None,
         bias: Tensor | None = None,
         token_types: Tensor | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
         if self.patches is not None:
@@ -154,14 +104,24 @@ class Transformer(nn.Module):
         if relative is not None:
             bias = relative if bias is None else bias + relative
         for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
-            x = block(x, tables=tables, padding=padding, bias=bias)
+            x = block(x, tables=tables, padding=padding, bias=bias, source=source)
         return x
 
     def text_bias(self, length: int) -> Tensor | None:
         """What a text's `length` adds to every layer's scores; None where the config has no relative bias."""
         if self.config.relative_bias is None:
             return None
+        if self.config.is_causal:
+            distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
+            return self.distance_bias(length)[distance].permute(2, 0, 1)[None]
         return self.position_bias(relative_buckets(self.config.relative_bias, length), length)
+
+    def distance_bias(self, length: int) -> Tensor:
+        """What is added to the scores of keys 0 .. length - 1 positions before the query [length, N]."""
+        assert self.relative_bias is not None
+        assert self.config.relative_bias is not None
+        biases: Tensor = self.relative_bias(causal_buckets(self.config.relative_bias, length))
+        return biases
 
     @property
     def layers(self) -> list[Block]:
@@ -180,8 +140,9 @@ class Transformer(nn.Module):
         if self.position is not None and isinstance(self.config.position, LearnedPosition):
             x = x + self.position(positions + self.config.position.offset)
         elif isinstance(self.config.position, SinusoidalPosition):
-            table = sinusoidal_table(self.config.position.max_positions, x.shape[-1])
-            x = x + table[positions].to(x.dtype)
+            position = self.config.position
+            table = sinusoidal_table(position.max_positions, x.shape[-1], halves=position.halves)
+            x = x + nn.functional.embedding(positions, table).to(x.dtype)
         if self.token_type is not None:
             x = x + (self.token_type.weight[0] if token_types is None else self.token_type(token_types))
         if self.embedding_norm is not None:
@@ -260,6 +221,9 @@ class CachedDecoder(nn.Module):
         check_can_decode(model.config, max_length)
         self.model = model
         self.max_length = max_length
+        if model.config.relative_bias is not None:
+            buckets = causal_buckets(model.config.relative_bias, max_length)
+            self.register_buffer("buckets", buckets, persistent=False)
         for layer, tables in enumerate(model.rotary_tables(max_length, max_length)):
             if tables is not None:
                 self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
@@ -275,6 +239,8 @@ class CachedDecoder(nn.Module):
     ) -> tuple[Tensor, ...]:
         """One step; shapes as in `signature.decoder_signature`, `past` key and value of layer 0, 1, ...
 
+        Of a decoder that reads a source, lengths, keys and values of that follow in `past`.
+
         Returns logits [R, V] float32 and the caches after the step in the order of `past`. After the last attention
         only the rows asked for go on.
         """
@@ -283,14 +249,30 @@ class CachedDecoder(nn.Module):
         positions = past_lengths(seqlens_k, num_new)[:, None] + torch.arange(num_new)
         x = self.model.embed(input_ids, positions)
         present: list[Tensor] = []
+        num_caches = 2 * self.model.config.num_layers
+        bias = self._distance_bias()
         for layer, block in enumerate(self.model.layers):
             pair = past[2 * layer], past[2 * layer + 1]
-            attended, *caches = block.attention.step(block.before_attention(x), *pair, step, self._tables(layer))
+            attended, *caches = block.attention.step(block.before_attention(x), *pair, step, self._tables(layer), bias)
             present += caches
-            if layer == self.model.config.num_layers - 1:
+            is_last = layer == self.model.config.num_layers - 1
+            if block.cross_attention is not None:
+                lengths, *sources = past[num_caches:]
+                read_source = block.reading(sources[2 * layer], sources[2 * layer + 1], lengths)
+                keep = functools.partial(_select_rows, rows=logits_rows) if is_last else keep_all
+                x = block.after_attention(x, attended, read_source, keep)
+                continue
+            if is_last:
                 x, attended = _select_rows(x, logits_rows), _select_rows(attended, logits_rows)
             x = block.after_attention(x, attended)
         return self.model.read_out(x).to(torch.float32), *present
+
+    def _distance_bias(self) -> Tensor | None:
+        """What distances add to the scores [max_length, N], where the config has a relative bias."""
+        if self.model.relative_bias is None:
+            return None
+        biases: Tensor = self.model.relative_bias(self.get_buffer("buckets"))
+        return biases
 
     def _tables(self, layer: int) -> RotaryTables | None:
         if self.model.config.blocks[layer].attention.rotary is None:

@@ -4,6 +4,7 @@ In: a path. Out: `BundleFiles` with absolute paths, the manifest and the graph's
 nothing (`graphport verify` does) and does not guard against files that change between the check and the reading.
 """
 
+import dataclasses
 import os
 import stat
 from collections.abc import Mapping
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graphport.model_def.signature import (
+    ENCODER_GRAPH_FILE,
+    ENCODER_WEIGHTS_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -19,23 +22,33 @@ from graphport.model_def.signature import (
     Manifest,
     ManifestError,
     read_manifest,
+    source_signature,
 )
 from graphport.runtime.graph_file import GraphHeader, Place, read_graph_header
+
+_READ_BY_ORT = (GRAPH_FILE, WEIGHTS_FILE, ENCODER_GRAPH_FILE, ENCODER_WEIGHTS_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleFiles:
-    """A checked bundle: absolute folder and graph path, its manifest, its graph's header."""
+    """A checked bundle: absolute folder and graph path, its manifest, its graph's header.
+
+    `encoder`: the other graph of an encoder-decoder, as if it were a bundle of its own. `weights`: the file beside the
+    graph.
+    """
 
     folder: Path
     graph: Path
     manifest: Manifest
     header: GraphHeader
+    weights: str = WEIGHTS_FILE
+    encoder: "BundleFiles | None" = None
 
     @property
     def weights_bytes(self) -> int:
         """Size of the graph and weights files together."""
-        return sum(self.manifest.files[name].size for name in (GRAPH_FILE, WEIGHTS_FILE) if name in self.manifest.files)
+        names = (self.graph.name, self.weights)
+        return sum(self.manifest.files[name].size for name in names if name in self.manifest.files)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -58,11 +71,31 @@ def open_bundle(path: str | os.PathLike[str]) -> BundleFiles:
     if GRAPH_FILE not in manifest.files:
         raise ManifestError(f"{folder / MANIFEST_FILE} lists no {GRAPH_FILE}; export the bundle again")
     graph, header = check_graph(folder, GRAPH_FILE, manifest.files)
-    return BundleFiles(folder=folder, graph=graph, manifest=manifest, header=header)
+    encoder = None if manifest.config.encoder is None else _open_encoder(folder, manifest)
+    return BundleFiles(folder=folder, graph=graph, manifest=manifest, header=header, encoder=encoder)
 
 
-def check_graph(folder: Path, name: str, files: Mapping[str, FileRecord]) -> tuple[Path, GraphHeader]:
-    """Check the `files` in `folder`, and that the graph called `name` among them reads nothing else.
+def _open_encoder(folder: Path, manifest: Manifest) -> BundleFiles:
+    """The encoder's graph, its manifest what the encoder alone would have."""
+    config = manifest.config.encoder
+    assert config is not None
+    if ENCODER_GRAPH_FILE not in manifest.files:
+        raise ManifestError(f"{folder / MANIFEST_FILE} lists no {ENCODER_GRAPH_FILE}; export the bundle again")
+    graph, header = check_graph(folder, ENCODER_GRAPH_FILE, manifest.files, weights=ENCODER_WEIGHTS_FILE)
+    own = dataclasses.replace(
+        manifest,
+        kind="encoder",
+        config=config,
+        max_length=config.max_positions,
+        signature=source_signature(manifest.config, manifest.cache_dtype or "float32"),
+    )
+    return BundleFiles(folder=folder, graph=graph, manifest=own, header=header, weights=ENCODER_WEIGHTS_FILE)
+
+
+def check_graph(
+    folder: Path, name: str, files: Mapping[str, FileRecord], *, weights: str = WEIGHTS_FILE
+) -> tuple[Path, GraphHeader]:
+    """Check the `files` in `folder`, and that the graph called `name` among them reads nothing else but `weights`.
 
     Raises ManifestError when a file is missing or changed, ValueError for what must not be read.
     """
@@ -70,9 +103,9 @@ def check_graph(folder: Path, name: str, files: Mapping[str, FileRecord]) -> tup
         _check_file(folder, file, record.size)
     graph = folder / name
     header = read_graph_header(graph)
-    weights = files.get(WEIGHTS_FILE)
+    size = files[weights].size if weights in files else None
     for place in header.external:
-        _check_place(graph, place, None if weights is None else weights.size)
+        _check_place(graph, place, weights, size)
     return graph, header
 
 
@@ -91,7 +124,7 @@ def _check_file(folder: Path, name: str, size: int) -> None:
         ) from error
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path} is not a regular file; replace it by a copy of the file")
-    if status.st_nlink > 1 and name in (GRAPH_FILE, WEIGHTS_FILE):
+    if status.st_nlink > 1 and name in _READ_BY_ORT:
         raise ValueError(
             f"{path} has {status.st_nlink} hard links, so it may be a file from elsewhere; copy the bundle"
         )
@@ -102,16 +135,16 @@ def _check_file(folder: Path, name: str, size: int) -> None:
         )
 
 
-def _check_place(graph: Path, place: Place, size: int | None) -> None:
-    if place.location != WEIGHTS_FILE:
+def _check_place(graph: Path, place: Place, weights: str, size: int | None) -> None:
+    if place.location != weights:
         raise ValueError(
-            f"{graph} reads tensor data from {place.location!r}; a bundle's graph may read only its own {WEIGHTS_FILE}"
+            f"{graph} reads tensor data from {place.location!r}; a bundle's graph may read only its own {weights}"
         )
     if size is None:
-        raise ManifestError(f"{graph} needs {WEIGHTS_FILE}, which the manifest does not list; export the bundle again")
+        raise ManifestError(f"{graph} needs {weights}, which the manifest does not list; export the bundle again")
     length = place.length or 0
     if place.offset < 0 or length < 0 or place.offset + length > size:
         raise ValueError(
-            f"{graph} reads bytes {place.offset} to {place.offset + length} of {WEIGHTS_FILE}, which has {size}; "
+            f"{graph} reads bytes {place.offset} to {place.offset + length} of {weights}, which has {size}; "
             "export the bundle again"
         )

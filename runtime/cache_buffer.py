@@ -55,6 +55,13 @@ class HostBuffer:
         self._base = self.array.ctypes.data
         self._stride = self.array.strides[0]
 
+    @classmethod
+    def cleared(cls, shape: tuple[int, int, int, int], dtype: DType) -> "HostBuffer":
+        """A buffer of zeros, for kernels that multiply what lies beyond a row's length by 0."""
+        buffer = cls(shape, dtype)
+        buffer.array.fill(0)
+        return buffer
+
     def address(self, slot: int) -> int:
         """See CacheBuffer."""
         return self._base + slot * self._stride

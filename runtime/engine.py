@@ -14,6 +14,7 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.beam_sequences import BeamSequence
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
 from graphport.runtime.memory_plan import SCORING_BYTES
@@ -133,7 +134,10 @@ class Engine:
             return True
         try:
             self.cache.reserve(self.scheduler.num_slots_needed, self.scheduler.room_needed)
-            self.reuse.restore(group.first, self.scheduler.slot_of_prompt(group))
+            slot = self.scheduler.slot_of_prompt(group)
+            if group.first.source_ids is not None:
+                self.session.encode(self.cache, slot, group.first.source_ids)
+            self.reuse.restore(group.first, slot)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             self._fail(list(group.sequences), error)
             return False
@@ -170,6 +174,7 @@ class Engine:
         for sequence in group.sequences:
             self._accept(sequence, functools.partial(sequence.accept_prompt, outputs, is_last=is_last))
         if is_last:
+            self._settle(group.sequences)  # all samples get copies of the prompt's rows
             self._keep(group.first, slot)
             for sequence in group.sequences:
                 self.reuse.note_prompt(sequence, slot)
@@ -196,7 +201,20 @@ class Engine:
             return
         for slot, sequence in enumerate(rows):
             self._accept(sequence, functools.partial(sequence.accept, outputs, slot))
+        for source, target in self._settle(rows):
+            self.cache.copy_slot(rows.index(source), rows.index(target))
         self._remove_finished(rows)
+
+    def _settle(self, rows: Many[Sequence]) -> list[tuple[Sequence, Sequence]]:
+        """Let the searches among `rows` choose; the (source, target) rows that must become copies."""
+        groups = {id(row.group): row.group for row in rows if isinstance(row, BeamSequence) and row.group is not None}
+        copies = []
+        for group in groups.values():
+            before = sum(len(row.token_ids) for row in rows if isinstance(row, BeamSequence) and row.group is group)
+            copies += group.settle()
+            after = sum(len(row.token_ids) for row in rows if isinstance(row, BeamSequence) and row.group is group)
+            self.num_generated_tokens += max(0, after - before)
+        return copies
 
     def _decode_with_draft(self, sequence: Sequence) -> bool:
         """Check what `sequence`, which decodes alone, drafts; whether it drafted anything.
@@ -257,7 +275,7 @@ class Engine:
     def _remove(self, sequence: Sequence) -> None:
         """Free the slot of a sequence that has ended; its rows are kept unless it failed."""
         slot = self.scheduler.slot_of(sequence)
-        if slot is not None and sequence.error is None:
+        if slot is not None and sequence.error is None and sequence.keeps_rows:
             self._keep(sequence, slot)
             self._hand_over(sequence, slot)
         self.scheduler.remove(sequence)

@@ -3,6 +3,7 @@
 In: prompts, SamplingParams, options. Out: `Request`s, or an error in one line before anything runs. It runs nothing.
 """
 
+import functools
 from collections import abc, deque
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import Manifest
+from graphport.runtime.beam_search import BeamSearch
+from graphport.runtime.beam_sequences import BeamGroup, BeamSequence
 from graphport.runtime.constraints import Grammars
 from graphport.runtime.field_error import FieldError
+from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState
+from graphport.runtime.source_prompts import SourcePrompt, SourcePrompts
 from graphport.runtime.speculation import Speculation
 from graphport.runtime.tokenizer import Tokenizer
 
@@ -48,6 +53,7 @@ class Intake:
         self._max_length = max_length
         self._max_batch = max_batch
         self._new_speculation = new_speculation
+        self._reads_source = manifest.config.encoder is not None
         self._grammars: Grammars | None = None
         if tokenizer is not None:
             ends = manifest.generation.eos_token_ids
@@ -83,26 +89,25 @@ class Intake:
         ):
             if is_asked:
                 self.need_tokenizer(field, field=field)
-        ids = self.prompt_ids(prompt, name)
+        source = self._source(prompt, options, name)
+        ids = self.prompt_ids(prompt, name) if source is None else self.checked_ids(source.decoder_ids, name)
         self._check_state(options.state)
-        if params.n > self._max_batch:
-            raise FieldError(
-                f"{name} asks for n={params.n} samples, which need as many places in the batch; there are "
-                f"{self._max_batch}: load the bundle with a larger max_batch, or give the prompt several times",
-                field="n",
-            )
+        self._check_places(params, name)
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
+        max_total = min(self._max_length, len(ids) + new)
+        forced = None if source is None else self._sources.rules(source, params, most=max_total - len(ids))
         bad_ids = self._bad_ids(params.bad_words)
         constraint = None if self._grammars is None else self._grammars.constraint(params)
-        drafts = self._new_speculation if options.speculate else None
+        drafts = self._new_speculation if options.speculate and params.num_beams == 1 else None
         events: deque[StreamEvent] = deque()
+        make = Sequence if params.num_beams == 1 else BeamSequence
         sequences = [
-            Sequence(
+            make(
                 ids,
                 params,
                 vocab_size=self._vocab_size,
-                max_total=min(self._max_length, len(ids) + new),
+                max_total=max_total,
                 end_ids=frozenset(own_ends) | frozenset(params.stop_token_ids),
                 text_stream=None if self._tokenizer is None else self._tokenizer.stream(),
                 num_text_ids=0 if self._tokenizer is None else self._tokenizer.vocab_size,
@@ -115,10 +120,69 @@ class Intake:
                 speculation=None if drafts is None else drafts(),
                 bad_ids=bad_ids,
                 constraint=None if constraint is None else constraint.copy(),
+                forced=forced,
+                source_ids=None if source is None else source.source_ids,
             )
-            for index in range(params.n)
+            for index in range(max(params.n, params.num_beams))
         ]
-        return Request(sequences, events)
+        if params.num_beams > 1:
+            most, vocab_size = max_total - len(ids), self._vocab_size
+            prompt_ids = np.array(ids, np.int64)
+            BeamGroup(
+                [sequence for sequence in sequences if isinstance(sequence, BeamSequence)],
+                self._search(params, frozenset(own_ends), most),
+                lambda: new_edits(params, prompt_ids, vocab_size=vocab_size, bad_ids=bad_ids, forced=forced),
+            )
+        return Request(sequences, events, num_outputs=params.n)
+
+    def _search(self, params: SamplingParams, end_ids: frozenset[int], most: int) -> BeamSearch:
+        num_end_ids = len(end_ids)
+        if max(2, 1 + num_end_ids) * params.num_beams > self._vocab_size:
+            raise ValueError(
+                f"num_beams={params.num_beams} is more than a vocabulary of {self._vocab_size} ids has candidates for; "
+                "give fewer"
+            )
+        return BeamSearch(
+            num_beams=params.num_beams,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+            end_ids=end_ids,
+            num_end_ids=num_end_ids,
+            most=most,
+        )
+
+    def _check_places(self, params: SamplingParams, name: str) -> None:
+        for field, what in (("n", f"n={params.n} samples"), ("num_beams", f"num_beams={params.num_beams}")):
+            if getattr(params, field) > self._max_batch:
+                raise FieldError(
+                    f"{name} asks for {what}, which need as many places in the batch; there are {self._max_batch}: "
+                    "load the bundle with a larger max_batch, or give the prompt several times",
+                    field=field,
+                )
+
+    @functools.cached_property
+    def _sources(self) -> SourcePrompts:
+        """Raises ValueError when the bundle does not say how a text begins."""
+        return SourcePrompts(self._manifest)
+
+    def _source(self, prompt: Prompt, options: RequestOptions, name: str) -> SourcePrompt | None:
+        """The prompt as an encoder-decoder takes it, None where it is a decoder's own."""
+        if not self._reads_source:
+            for option in ("language", "source_language"):
+                if getattr(options, option) is not None:
+                    raise ValueError(f"{option} is for models that translate, and this one continues its prompt")
+            return None
+        if options.state is not None or options.keep_state:
+            raise ValueError("state and keep_state are for decoders: rows of an encoder-decoder belong to one source")
+        is_text = isinstance(prompt, str)
+        ids = self.need_tokenizer("a str prompt").encode(str(prompt)) if is_text else prompt
+        return self._sources.prompt(
+            ids,
+            name,
+            is_empty=is_text and not str(prompt).strip(),
+            language=options.language,
+            source_language=options.source_language,
+        )
 
     def scoring(
         self,
@@ -130,6 +194,8 @@ class Intake:
         keeps_state: bool = False,
     ) -> Request[NDArray[np.float32]]:
         """A request for the logits of the positions of `ids` from `first_row` on, by default of the last alone."""
+        if self._reads_source:
+            raise ValueError("logits and states of a text alone are a decoder's; this model reads a source first")
         checked = self.checked_ids(ids, name)
         self._check_state(state)
         if first_row is not None and not 0 <= first_row < len(checked):

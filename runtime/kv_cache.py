@@ -17,6 +17,7 @@ from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer, Rows
 from graphport.runtime.cache_sizes import cache_sizes, is_moving
 from graphport.runtime.device import Device
 from graphport.runtime.memory import free_memory, require_memory
+from graphport.runtime.source_rows import SourceRows
 
 # The first capacity in tokens; every further step doubles, so that copying stays a constant share of the work.
 FIRST_CAPACITY = 64
@@ -36,7 +37,7 @@ class KVCache:
     Slots and capacity grow by doubling as sequences need them, to `max_slots` and `max_length` at most, keeping what is
     cached, and by no more than is needed where twice as much would not fit; nothing is allocated before the first
     `reserve`. Rows of a slot beyond its length are undefined, and no kernel reads them. `new_buffer` makes the memory,
-    on `device`. Not thread-safe.
+    on `device`. `source`: what the slots keep of their sources, where the model reads one. Not thread-safe.
 
     `window`: what buffers of layers with a window hold, None if all hold everything; `moving` says of each buffer
     whether it is one of them. A slot's `firsts` is the position of the oldest token there; `drop_rows` raises it before
@@ -54,6 +55,7 @@ class KVCache:
         device: Device = "cpu",
         new_buffer: Callable[[tuple[int, int, int, int], DType], CacheBuffer] = HostBuffer,
         free: Callable[[], int] = free_memory,
+        source: SourceRows | None = None,
     ) -> None:
         for name, value in (("max_slots", max_slots), ("max_length", max_length)):
             if value < 1:
@@ -70,6 +72,7 @@ class KVCache:
         self._longest_step = longest_step
         self.buffers: tuple[CacheBuffer, ...] = ()
         self.generation = 0
+        self.source = source
         self._device: Device = device
         self._new_buffer = new_buffer
         self._free = free
@@ -101,6 +104,8 @@ class KVCache:
             if self.lengths[source]:
                 buffer.copy_row(buffer, source, target, int(self.lengths[source]) - first)
         self.lengths[target], self.firsts[target] = self.lengths[source], self.firsts[source]
+        if self.source is not None:
+            self.source.copy_slot(source, target)
 
     def read_rows(self, slot: int, begin: int, end: int) -> Rows:
         """Copies on the host of tokens begin .. end-1 of active `slot`, which all buffers must hold."""

@@ -85,6 +85,8 @@ def load_language_model(
     CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     files = open_bundle(bundle)
+    if strict and files.encoder is not None:
+        raise ValueError(f"strict=True needs a certificate with rows, and {files.folder} is an encoder-decoder")
     certificate = require_certified(files) if strict else None
     choice = tuned_choice(files, device=device) if tuned and not strict else None
     if choice is not None:
@@ -149,7 +151,7 @@ class LanguageModel:
         spinning: bool = True,
         prepared: bool = True,
     ) -> None:
-        if bundle.manifest.kind != "decoder":
+        if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
             raise ValueError(
                 f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
             )
@@ -163,6 +165,10 @@ class LanguageModel:
             prefill_chunk=checked_count("prefill_chunk", chunk),
         )
         checked_prefix_budget(prefix_cache_bytes)
+        if bundle.encoder is not None:
+            cuda_graphs = _without_reuse(
+                cuda_graphs, prefix_cache_bytes=prefix_cache_bytes, prompt_lookup=prompt_lookup, draft=draft
+            )
         check_drafts(draft, prompt_lookup=prompt_lookup)
         self.manifest = bundle.manifest
         # Both take a good part of a second, the session mostly outside Python's lock.
@@ -224,7 +230,7 @@ class LanguageModel:
         requests = self._intake.generations(prompts, params, RequestOptions(**options))
         self._turns.admit(requests)
         self._turns.run(requests)
-        return [generation_output(request.sequences, self._intake.identity) for request in requests]
+        return [generation_output(request.outputs, self._intake.identity) for request in requests]
 
     def stream(
         self,
@@ -236,8 +242,11 @@ class LanguageModel:
 
         The events of several samples (`SamplingParams.n`) come as they are computed, with the sample's `index`.
         options: see `RequestOptions`. The request is checked now and starts when first iterated. Closing the iterator,
-        or dropping it, cancels the request and frees its place in the batch.
+        or dropping it, cancels the request and frees its place in the batch. Raises ValueError for beam search, whose
+        text is not known before its end.
         """
+        if params is not None and params.num_beams > 1:
+            raise ValueError("beam search cannot be streamed: its text is known at its end; use generate")
         return self._turns.results(self.request(prompt, params, **options))
 
     def request(
@@ -263,6 +272,8 @@ class LanguageModel:
 
         options: those of `stream`.
         """
+        if self.manifest.kind == "encoder_decoder":
+            raise ValueError("chat is for decoders; this model reads a source: use generate or stream")
         return self.stream(self._intake.need_tokenizer("chat").apply_chat_template(messages), params, **options)
 
     def logits(self, prompts: abc.Sequence[abc.Sequence[int] | NDArray[np.integer[Any]]]) -> list[NDArray[np.float32]]:
@@ -347,3 +358,19 @@ class LanguageModel:
             begin, end = end, end + len(piece)
             logits[begin:end] = piece
         return logits
+
+
+def _without_reuse(
+    cuda_graphs: GraphWish, *, prefix_cache_bytes: int, prompt_lookup: bool, draft: str | os.PathLike[str] | None
+) -> GraphWish:
+    """What an encoder-decoder does of `cuda_graphs`: none. Raises ValueError for options that need a decoder alone."""
+    given = {
+        "prefix_cache_bytes": prefix_cache_bytes != 0,
+        "prompt_lookup": prompt_lookup,
+        "draft": draft is not None,
+        "cuda_graphs": cuda_graphs is True,
+    }
+    names = " and ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        raise ValueError(f"{names} cannot be heeded by an encoder-decoder; leave it out")
+    return False

@@ -43,7 +43,7 @@ def load(
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     files = open_bundle(bundle)
-    if files.manifest.kind == "decoder":
+    if files.manifest.kind in ("decoder", "encoder_decoder"):
         return load_language_model(
             bundle,
             device=device,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.forced_ids import ForcedIds
 from graphport.runtime.logit_filters import penalise_generated, penalise_repetition
 from graphport.runtime.sampling_params import SamplingParams
 
@@ -16,6 +17,20 @@ from graphport.runtime.sampling_params import SamplingParams
 def has_penalty(params: SamplingParams) -> bool:
     """Whether any penalty is on."""
     return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+def new_edits(
+    params: SamplingParams,
+    prompt_ids: NDArray[np.int64],
+    *,
+    vocab_size: int,
+    bad_ids: Sequence[tuple[int, ...]],
+    forced: ForcedIds | None,
+) -> "LogitEdits | None":
+    """The changes that `params` and the model ask for, None when there are none."""
+    if not (has_penalty(params) or params.logit_bias or bad_ids or forced is not None):
+        return None
+    return LogitEdits(params, prompt_ids, vocab_size=vocab_size, bad_ids=bad_ids, forced=forced)
 
 
 class LogitEdits:
@@ -28,13 +43,15 @@ class LogitEdits:
         *,
         vocab_size: int,
         bad_ids: Sequence[tuple[int, ...]],
+        forced: ForcedIds | None = None,
     ) -> None:
         self._params = params
         self._history = _History(vocab_size, prompt_ids) if has_penalty(params) else None
         bias = params.logit_bias or {}
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float64)
-        self._bad_ids = tuple(bad_ids)
+        self._bad_ids = (*bad_ids, *(() if forced is None else forced.bad))
+        self._forced = forced
         self._generated: list[int] = []
 
     def add_generated(self, token_id: int) -> None:
@@ -53,6 +70,8 @@ class LogitEdits:
             begun = len(ids) - 1
             if begun == 0 or tuple(self._generated[-begun:]) == ids[:-1]:
                 scores[ids[-1]] = -np.inf
+        if self._forced is not None:
+            self._forced.apply(scores, self._generated)
         return scores
 
 

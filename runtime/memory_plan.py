@@ -46,7 +46,7 @@ class ModelSizes:
 
     weights: bytes of graph and weights. blocks: those of them that are 4- or 8-bit matrices of MatMulNBits. float_type:
     type of activations. cache: bytes a token of a row. fused_attention: whether one kernel a layer computes it.
-    samples: whether the graph reduces its logits.
+    samples: whether the graph reduces its logits. source_bytes: of one row's longest source, of an encoder-decoder.
     repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
     takes while the session is opened.
     """
@@ -60,6 +60,7 @@ class ModelSizes:
     cache: CacheSizes
     fused_attention: bool
     samples: bool = False
+    source_bytes: int = 0
     repacked: int = 0
     timing: int = 0
 
@@ -121,7 +122,8 @@ def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
         workspace=_workspace(sizes, limits),
         logits=_logits_bytes(sizes, limits),
         libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
-        cache=sizes.cache.num_bytes(limits.max_batch, limits.max_length, max(limits.prefill_chunk, 1 + LONGEST_DRAFT)),
+        cache=sizes.cache.num_bytes(limits.max_batch, limits.max_length, max(limits.prefill_chunk, 1 + LONGEST_DRAFT))
+        + sizes.source_bytes * limits.max_batch,
     )
 
 

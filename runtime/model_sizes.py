@@ -3,12 +3,14 @@
 In: a checked bundle and a device. Out: `ModelSizes` for `memory_plan.py`. It reads no weights and plans nothing.
 """
 
+from graphport.model_def.signature import source_specs
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.device import Device
 from graphport.runtime.graph_file import GraphHeader, NodeHeader
 from graphport.runtime.memory import cache_specs
 from graphport.runtime.memory_plan import ModelSizes
+from graphport.runtime.source_rows import source_bytes_per_token
 
 _ATTENTIONS, _PRODUCT = ("GroupQueryAttention", "MultiHeadAttention"), "MatMulNBits"
 
@@ -23,16 +25,25 @@ def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = Fal
     return ModelSizes(
         config=bundle.manifest.config,
         device=device,
-        weights=bundle.weights_bytes,
+        weights=bundle.weights_bytes + (0 if bundle.encoder is None else bundle.encoder.weights_bytes),
         blocks=_num_bytes(header, blocks),
         float_type=header.float_type,
         cache_dtype=bundle.manifest.cache_dtype or header.float_type,
         cache=cache_sizes(cache_specs(bundle.manifest), bundle.manifest.window_rows),
         fused_attention=sum(len(header.nodes_of(op)) for op in _ATTENTIONS) >= bundle.manifest.config.num_layers,
+        source_bytes=_source_bytes(bundle),
         samples=bundle.manifest.samples_on_device,
         repacked=_num_bytes(header, blocks & _read_elsewhere(header)) if compact_gemm else 0,
         timing=max(map(_timing_bytes, header.nodes_of(_PRODUCT)), default=0) if compact_gemm else 0,
     )
+
+
+def _source_bytes(bundle: BundleFiles) -> int:
+    """Bytes of the longest source of one row."""
+    if bundle.encoder is None:
+        return 0
+    specs = source_specs(bundle.manifest.config, bundle.manifest.cache_dtype or "float32")
+    return source_bytes_per_token(specs) * bundle.encoder.manifest.max_length
 
 
 def _num_bytes(header: GraphHeader, names: set[str]) -> int:

@@ -16,8 +16,10 @@ Result = TypeVar("Result")
 class Request(Generic[Result]):
     """Sequences of one prompt that fill one queue of `results`."""
 
-    def __init__(self, sequences: Many[Sequence], results: deque[Result]) -> None:
+    def __init__(self, sequences: Many[Sequence], results: deque[Result], *, num_outputs: int | None = None) -> None:
+        """`num_outputs`: how many of the sequences, the first ones, are results; all by default."""
         self.sequences = tuple(sequences)
+        self.outputs = self.sequences[:num_outputs]
         self.results = results
 
     @property

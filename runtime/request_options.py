@@ -20,6 +20,8 @@ class RequestArguments(TypedDict, total=False):
     state: SequenceState | None
     keep_state: bool
     speculate: bool
+    language: str | None
+    source_language: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,8 @@ class RequestOptions:
     came. timeout: seconds from the call after which a request that has not ended does so, with reason "cancelled" and
     what it has. state: rows that need not be computed again, as far as its ids and the prompt's are the same.
     keep_state: whether the output has a state (in `generate`). speculate: whether drafts are checked, if the model was
-    loaded with a source of drafts. Raises TypeError and ValueError by name.
+    loaded with a source of drafts. language, source_language: codes of the languages to translate to and from, of a
+    model that has such. Raises TypeError and ValueError by name.
     """
 
     priority: int = 0
@@ -38,6 +41,8 @@ class RequestOptions:
     state: SequenceState | None = None
     keep_state: bool = False
     speculate: bool = True
+    language: str | None = None
+    source_language: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
@@ -46,6 +51,10 @@ class RequestOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False; got {value!r}")
+        for name in ("language", "source_language"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be None or a language's code; got {value!r}")
         if self.timeout is None:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):

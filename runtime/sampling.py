@@ -19,7 +19,8 @@ from graphport.model_def.signature import NUM_CANDIDATES
 from graphport.runtime.candidate_filters import can_settle, most_likely_candidates, surviving_candidates
 from graphport.runtime.constraints import Constraint, ConstraintError
 from graphport.runtime.field_error import FieldError
-from graphport.runtime.logit_edits import LogitEdits, has_penalty
+from graphport.runtime.forced_ids import ForcedIds
+from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.logit_filters import highest, scale_by_temperature, surviving
 from graphport.runtime.logits_row import Candidates, LogitsRow, ReducedRow
 from graphport.runtime.sampling_params import SamplingParams
@@ -63,8 +64,12 @@ class Sampler:
         index: int = 0,
         bad_ids: Sequence[tuple[int, ...]] = (),
         constraint: Constraint | None = None,
+        forced: ForcedIds | None = None,
     ) -> None:
-        """`bad_ids`: the ids of each of `SamplingParams.bad_words`. `constraint`: what the text must follow."""
+        """`bad_ids`: the ids of each of `SamplingParams.bad_words`. `constraint`: what the text must follow.
+
+        `forced`: what the model's generation config forces and forbids.
+        """
         self._params = params
         self._vocab_size = vocab_size
         self._random = np.random.default_rng(np.random.SeedSequence(params.seed, spawn_key=(index,) if index else ()))
@@ -76,8 +81,7 @@ class Sampler:
             count = getattr(params, name)
             if count is not None and count > vocab_size:
                 raise FieldError(f"{name}={count} must be at most the vocabulary's size, {vocab_size}", field=name)
-        has_edits = has_penalty(params) or params.logit_bias or bad_ids
-        self._edits = LogitEdits(params, prompt, vocab_size=vocab_size, bad_ids=bad_ids) if has_edits else None
+        self._edits = new_edits(params, prompt, vocab_size=vocab_size, bad_ids=bad_ids, forced=forced)
         self._constraint = constraint
 
     @property
@@ -180,6 +184,11 @@ class Sampler:
             scaled, top_k=self._params.top_k or 0, top_p=self._params.top_p, min_p=self._params.min_p
         )
         return int(ids[draw(weights, float(self._random.random()))])
+
+
+def require_finite(logits: NDArray[np.float32]) -> None:
+    """Raise NonFiniteLogitsError for logits [V] of which no id may be chosen."""
+    _checked_best(logits)
 
 
 def draw(weights: NDArray[np.float32], uniform: float) -> int:

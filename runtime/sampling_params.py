@@ -9,11 +9,13 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar")
 _LARGEST_SEED = 2**63 - 1
 _LARGEST_ID = 2**31 - 1
+_LARGEST_PENALTY = 100.0
+_PENALTIES = f"a number from {-_LARGEST_PENALTY:g} to {_LARGEST_PENALTY:g} (0 is off)"
 _LARGEST_BIAS = 100  # OpenAI's bound
 
 
@@ -40,6 +42,10 @@ class SamplingParams:
     beginning of a text or after a space (vLLM's rule). json_schema, regex, grammar: what the text must follow, at most
     one of them: a JSON schema as text or record, a regular expression, or a grammar in llguidance's Lark syntax. It
     ends where nothing more may follow.
+    num_beams: above 1, the texts are those of beam search, the n best of them best first; each beam needs a place in
+    the batch. It needs temperature 0, and neither samples nor streams. length_penalty: the power of its length that a
+    text's log probability is divided by (above 0 favours long texts). early_stopping: True ends the search with
+    num_beams texts done, False where no better one is likely, "never" where none is possible.
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
     """
@@ -64,6 +70,9 @@ class SamplingParams:
     json_schema: str | Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, low=1, allowed="an integer from 1"))
@@ -75,6 +84,7 @@ class SamplingParams:
         self._set("logit_bias", _logit_bias(self.logit_bias))
         self._set("json_schema", _json_schema(self.json_schema))
         self._check_constraints()
+        self._check_beams()
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos={self.ignore_eos!r} must be True or False")
 
@@ -113,6 +123,35 @@ class SamplingParams:
         given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: a text follows one of them")
+
+    def _check_beams(self) -> None:
+        self._set("num_beams", _integer("num_beams", self.num_beams, low=1, allowed="an integer from 1 (1 is off)"))
+        penalty = _finite("length_penalty", self.length_penalty, _PENALTIES)
+        if not -_LARGEST_PENALTY <= penalty <= _LARGEST_PENALTY:
+            raise ValueError(f"length_penalty={penalty} must be {_PENALTIES}")
+        self._set("length_penalty", penalty)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+        if self.num_beams == 1:
+            if penalty != 1 or self.early_stopping is not False:
+                raise ValueError("length_penalty and early_stopping are of beam search: give num_beams above 1")
+            return
+        if not self.is_greedy:
+            raise ValueError(
+                f"num_beams={self.num_beams} needs temperature=0, got {self.temperature}: nothing is drawn"
+            )
+        if self.n > self.num_beams:
+            raise ValueError(f"n={self.n} texts of num_beams={self.num_beams} beams; n must be at most num_beams")
+        unread = {
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            str(self.constraint): self.constraint,
+        }
+        given = [name for name, value in unread.items() if value]
+        if given:
+            raise ValueError(f"{' and '.join(given)} cannot be heeded by beam search; leave it out, or num_beams")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

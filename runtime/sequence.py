@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.constraints import Constraint
+from graphport.runtime.forced_ids import ForcedIds
 from graphport.runtime.kv_cache import KeptRows
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler, scored
 from graphport.runtime.sampling_params import SamplingParams
@@ -53,10 +54,12 @@ class Sequence:
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
     have run; `prompt_rows` are those of the prompt alone, where only these are used again. `speculation`: guesses how
-    it goes on. `bad_ids`, `constraint`: see Sampler.
+    it goes on. `bad_ids`, `constraint`, `forced`: see Sampler. `source_ids`: what an encoder reads of it. `keeps_rows`:
+    whether the slot holds rows of its ids when it ends.
     """
 
     first_row: int | None = None
+    keeps_rows = True
 
     def __init__(
         self,
@@ -77,7 +80,10 @@ class Sequence:
         speculation: Speculation | None = None,
         bad_ids: Many[tuple[int, ...]] = (),
         constraint: Constraint | None = None,
+        forced: ForcedIds | None = None,
+        source_ids: tuple[int, ...] | None = None,
     ) -> None:
+        self.source_ids = source_ids
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
         self.token_ids: list[int] = []
@@ -95,7 +101,13 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         self._sampler = Sampler(
-            params, prompt_ids, vocab_size=vocab_size, index=index, bad_ids=bad_ids, constraint=constraint
+            params,
+            prompt_ids,
+            vocab_size=vocab_size,
+            index=index,
+            bad_ids=bad_ids,
+            constraint=constraint,
+            forced=forced,
         )
         self.prompt_samples: list[Sample] = []
         if params.prompt_logprobs is not None and index == 0:

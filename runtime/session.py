@@ -4,21 +4,22 @@ In: a checked bundle, token ids and a KVCache. Out: logits of the rows asked for
 It chooses no tokens, schedules nothing, and is not thread-safe. Legend: B rows, S new tokens a row, R logits rows.
 """
 
+import dataclasses
 import functools
 import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import DType, Manifest, TensorSpec, decoder_signature
+from graphport.model_def.signature import DType, Manifest, TensorSpec, decoder_signature, source_specs
 from graphport.runtime.bundle_files import BundleFiles
-from graphport.runtime.cache_buffer import CudaBuffer
+from graphport.runtime.cache_buffer import CudaBuffer, HostBuffer
 from graphport.runtime.cuda_device import device_memory
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import CudaSetup, GraphWish
@@ -29,10 +30,12 @@ from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
 from graphport.runtime.kernel_limits import has_int8_activations
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_specs
+from graphport.runtime.memory import cache_specs, free_memory
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.opening import open_graph
 from graphport.runtime.runners import CpuRunner, CudaRunner, Runner
+from graphport.runtime.source_rows import SourceRows
+from graphport.runtime.source_session import SourceSession
 from graphport.runtime.step_outputs import StepOutputs
 from graphport.runtime.step_tensors import ELEMENT_TYPES, StepShape, StepTensors
 
@@ -116,6 +119,9 @@ class Session:
         check_signature("input", bundle.manifest.signature.inputs, self._session.get_inputs())
         check_signature("output", bundle.manifest.signature.outputs, self._session.get_outputs())
         check_config(bundle.manifest)
+        self._encoder: SourceSession | None = None
+        if bundle.encoder is not None:
+            self._encoder = self._open_encoder(bundle.encoder, dataclasses.replace(request, wish=self.device))
         self.cache_specs = cache_specs(bundle.manifest)
         self._rounds_activations = self.device == "cpu" and has_int8_activations(bundle.header)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
@@ -145,23 +151,46 @@ class Session:
 
     def new_cache(self, *, max_slots: int, max_length: int, longest_step: int = 1) -> KVCache:
         """An empty cache for this graph on its device, with room for steps of `longest_step` tokens from the start."""
+        new_buffer: Any = HostBuffer
+        free: Callable[[], int] = free_memory
         if isinstance(self._memory, CudaMemory):
-            return KVCache(
-                self.cache_specs,
+            new_buffer = functools.partial(CudaBuffer, self._memory.cuda)
+            free = lambda: device_memory(self.device_id).free  # noqa: E731 - one of two ways to ask
+        config, source = self.manifest.config, None
+        if config.encoder is not None:
+            specs = source_specs(config, self.cache_specs[0].dtype)
+            longest = config.encoder.max_positions
+            source = SourceRows(
+                specs,
                 max_slots=max_slots,
-                max_length=max_length,
-                longest_step=longest_step,
-                device="cuda",
-                new_buffer=functools.partial(CudaBuffer, self._memory.cuda),
-                free=lambda: device_memory(self.device_id).free,
+                max_length=longest,
+                new_buffer=HostBuffer.cleared if new_buffer is HostBuffer else new_buffer,
+                free=free,
             )
         return KVCache(
             self.cache_specs,
             max_slots=max_slots,
             max_length=max_length,
+            device=self.device,
+            new_buffer=new_buffer,
+            free=free,
             window=self.manifest.window_rows,
             longest_step=longest_step,
+            source=source,
         )
+
+    def encode(self, cache: KVCache, slot: int, ids: Sequence[int]) -> None:
+        """Make `ids` the source of active `slot`: the encoder runs, and its keys and values are kept."""
+        assert self._encoder is not None
+        assert cache.source is not None
+        cache.source.write(slot, self._encoder.run(ids))
+
+    def _open_encoder(self, bundle: BundleFiles, request: DeviceRequest) -> SourceSession:
+        encoder = SourceSession(bundle, request, threads=self.threads)
+        check_placement(node_placement(encoder.session), self.device)
+        check_signature("input", bundle.manifest.signature.inputs, encoder.session.get_inputs())
+        check_signature("output", bundle.manifest.signature.outputs, encoder.session.get_outputs())
+        return encoder
 
     def step(
         self,

@@ -19,6 +19,7 @@ from graphport.model_def.signature import (
     LOGITS_ROWS,
     NEXT_SEQLENS_K,
     SEQLENS_K,
+    SOURCE_LENGTHS,
     TOTAL_SEQUENCE_LENGTH,
     WINDOW_SEQLENS_K,
     WINDOW_TOTAL_SEQUENCE_LENGTH,
@@ -73,6 +74,7 @@ class StepTensors:
         self._ids = _Input(memory, room.batch * room.length, "int64")
         self._seqlens = _Input(memory, room.batch, "int32")
         self._rows = _Input(memory, room.num_rows, "int64")
+        self._sources = None if manifest.config.encoder is None else _Input(memory, room.batch, "int32")
         self._total = np.zeros((), np.int32)  # read on the host
         has_windows = bool(manifest.window_layers)
         self._window_seqlens = _Input(memory, room.batch, "int32") if has_windows else None
@@ -89,7 +91,7 @@ class StepTensors:
         self._bound_shape: StepShape | None = None
         self._bound_total: int | None = None
         # Weak: the cache frees its old buffers while it grows. By reference, not by id(): ids are used again.
-        self._bound_cache: tuple[weakref.ref[KVCache], int, int, int] | None = None
+        self._bound_cache: tuple[weakref.ref[KVCache], int, int, int, int] | None = None
         self._addresses: tuple[int, ...] = ()
         memory.synchronize()  # the inputs' first contents are there
 
@@ -138,11 +140,14 @@ class StepTensors:
                     WINDOW_TOTAL_SEQUENCE_LENGTH, "cpu", 0, ELEMENT_TYPES["int32"], (), self._window_total.ctypes.data
                 )
             self._bound_total = int(self._total)
-        bound_cache = (weakref.ref(cache), cache.generation, first_slot, shape.batch)
+        moves = 0 if cache.source is None else cache.source.generation
+        bound_cache = (weakref.ref(cache), cache.generation, first_slot, shape.batch, moves)
         if self._bound_cache != bound_cache:
             self._bound_cache = None
             self._bind_cache(cache, first_slot, shape.batch)
             self._bound_cache = bound_cache
+        if self._sources is not None and cache.source is not None:
+            self._sources.write(cache.source.lengths[first_slot : first_slot + shape.batch])
         return self._binding
 
     def bound_to(self) -> Hashable:
@@ -174,6 +179,8 @@ class StepTensors:
             self._bind("bind_input", WINDOW_SEQLENS_K, self._window_seqlens.tensor, (shape.batch,))
         self._bind("bind_input", LOGITS_ROWS, self._rows.tensor, (shape.num_rows,))
         self._bind("bind_output", LOGITS, self._logits, (shape.num_rows, self._vocab_size))
+        if self._sources is not None:
+            self._bind("bind_input", SOURCE_LENGTHS, self._sources.tensor, (shape.batch,))
         for name, tensor in self._samples.items():
             rows = shape.batch if name == NEXT_SEQLENS_K else shape.num_rows
             self._bind("bind_output", name, tensor, (rows, *tensor.shape[1:]))
@@ -191,6 +198,10 @@ class StepTensors:
             self._binding.bind_input(past, *place, shape, addresses[-1])
             self._binding.bind_output(present, *place, shape, addresses[-1])
         self._addresses = (*addresses, cache.capacity)
+        if cache.source is not None:
+            for spec, buffer in zip(cache.source.specs, cache.source.buffers, strict=True):
+                place = (self._memory.device, self._memory.device_id, ELEMENT_TYPES[spec.dtype])
+                self._binding.bind_input(spec.name, *place, (batch, *buffer.shape[1:]), buffer.address(first_slot))
 
 
 class _Input:

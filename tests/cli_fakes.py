@@ -50,6 +50,10 @@ class FakeRuntime:
             raise ValueError(f"temperature ({given['temperature']}) must not be negative; 0 is greedy")
         return given
 
+    @property
+    def manifest(self) -> Manifest:
+        return tiny_manifest()
+
     def stream(self, ids: list[int], sampling: dict[str, Any]) -> Any:
         self.prompts.append("".join(map(chr, ids)))
         self.sampling.append(sampling)

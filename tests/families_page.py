@@ -10,15 +10,19 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import test_export_decoder_families as stages
+import test_export_encoder_decoders as pairs
 import test_model_decoder_families as reading
 from tiny_decoders import DECODERS, Decoder, make_decoder
+from tiny_encoder_decoders import SHAPES, make_encoder_decoder
 from tiny_models import decode_length
 
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.pipeline import expected_fusions
 from graphport.export.targets import CPU
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.encoder_decoder_family import ENCODER_DECODER_FAMILIES
 from graphport.model_def.huggingface_config import DECODER_FAMILIES, read_config
+from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 
 STAGES: Mapping[str, Callable[..., object]] = {
@@ -62,11 +66,32 @@ is decoded up to the original length: keys in the cache would keep the factors o
 """
 
 
+_PAIRS_HEAD = """\
+## Encoder-decoders
+
+Taken through the same stages, with two graphs each: cross-attention over keys and values that the encoder's graph
+computes once, sources of several lengths padded in one batch, greedy ids and those of beam search with their scores
+equal to `generate` of transformers. *fused* counts both graphs of two and two layers. See
+[encoder-decoders](encoder_decoders.md).
+
+"""
+
+PAIR_STAGES: Mapping[str, Callable[..., object]] = {
+    "exported, compiled": pairs.test_both_graphs_equal_transformers,
+    "padded sources": pairs.test_b125_the_pad_length_of_a_source_changes_no_id,
+    "ragged batch": pairs.test_ragged_batches_generate_what_transformers_does,
+    "beam search": pairs.test_beam_search_gives_ids_and_scores_of_transformers,
+    "CUDA placement": pairs.test_all_that_computes_lands_on_cuda,
+    "verify": pairs.test_verify_runs_the_evidence_again_and_finds_other_weights,
+}
+
+
 def families_page() -> str:
     """The whole page."""
     encoders = ", ".join(family.model_type for family in ENCODER_FAMILIES)
     last = f"[Encoders](encoders.md): {encoders}. GGUF architectures: [exporting](export.md#sources).\n"
-    return _HEAD + "\n".join(_rows()) + "\n" + _TAIL + last
+    pairs = _PAIRS_HEAD + "\n".join(_pair_rows()) + "\n\n"
+    return _HEAD + "\n".join(_rows()) + "\n" + _TAIL + pairs + last
 
 
 def _rows() -> Iterable[str]:
@@ -82,6 +107,23 @@ def _rows() -> Iterable[str]:
             marks = ["yes" if name in _tried_by(test) else "no" for test in STAGES.values()]
             cells = [f"`{family.model_type}`", shape, _norms(config), _positions(config), *marks, _fused(config)]
             yield f"| {' | '.join([*cells, _beyond(decoder)])} |"
+
+
+def _pair_rows() -> Iterable[str]:
+    columns = ["family", "norms", "positions", "read, eager, cached", *PAIR_STAGES, "fused"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|" + " --- |" * len(columns)
+    for family in ENCODER_DECODER_FAMILIES:
+        values = make_encoder_decoder(family.model_type).config.to_dict()
+        config, _ = read_encoder_decoder_config(values, family, head="tied", has_head_bias=False)
+        assert config.encoder is not None
+        shapes = [name.partition(", ")[2] or "plain" for name in SHAPES if name.startswith(family.model_type)]
+        staged = "yes" if family.model_type in pairs.FAMILIES else "no"
+        marks = [staged if "staged" in inspect.signature(test).parameters else "no" for test in PAIR_STAGES.values()]
+        both = zip(*(_fused(stack).split() for stack in (config, config.encoder)), strict=True)
+        fused = " ".join(str(int(decoder) + int(encoder)) for decoder, encoder in both)
+        cells = [f"`{family.model_type}`", _norms(config), family.positions, ", ".join(shapes), *marks, fused]
+        yield f"| {' | '.join(cells)} |"
 
 
 def _tried_by(test: Callable[..., Any]) -> set[str]:

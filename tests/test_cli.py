@@ -22,10 +22,10 @@ from graphport.runtime.sampling import NonFiniteLogitsError
 # The commands built so far, with all their options. A change here breaks the scripts that call them.
 CONTRACT = {
     "export": "SOURCE OUT --accuracy-level --calibration --context --debug --disable-pass --force --image-size "
-    "--kv-cache --max-kl --no-prepare --no-verify --precision --require-exact --require-fused --seed "
+    "--kv-cache --layout --max-kl --no-prepare --no-verify --precision --require-exact --require-fused --seed "
     "--target",
-    "generate": "BUNDLE PROMPT --chat --debug --device --json --max-new-tokens --min-p --raw --repetition-penalty "
-    "--seed --stop --temperature --top-k --top-p",
+    "generate": "BUNDLE PROMPT --chat --debug --device --json --language --length-penalty --max-new-tokens --min-p "
+    "--num-beams --raw --repetition-penalty --seed --source-language --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
     "prepare": "BUNDLE --debug",
     "tune": "BUNDLE --against --debug --json --max-seconds --new-tokens --prompt-tokens",
@@ -128,6 +128,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(
 _ENDLESS = textwrap.dedent("""
     import itertools, sys, types
     class Model:
+        manifest = types.SimpleNamespace(kind="decoder")
         tokenizer = types.SimpleNamespace(has_chat_template=False, encode=lambda text: [1])
         def stream(self, ids, sampling):
             for i in itertools.count():
@@ -171,6 +172,7 @@ def test_a_stream_closed_from_the_start_is_an_empty_one(closed: str) -> None:
     script = textwrap.dedent("""
         import sys, types
         class Model:
+            manifest = types.SimpleNamespace(kind="decoder")
             tokenizer = types.SimpleNamespace(has_chat_template=False, encode=lambda text: [len(text)])
             def stream(self, ids, sampling):
                 yield types.SimpleNamespace(text=str(ids), token_id=1, finish_reason="stop")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
+from tiny_encoder_decoders import language_tokenizer, make_encoder_decoder
 from tiny_encoders import make_encoder, save_sentence_folder
 from tiny_sources import write_tiny_source
 from tiny_vision import make_vision, save_vision_folder
@@ -22,6 +23,7 @@ PAGES = (
     "docs/runtime.md",
     "docs/parity.md",
     "docs/encoders.md",
+    "docs/encoder_decoders.md",
     "docs/vision.md",
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -42,6 +44,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     save_sentence_folder(folder / "minilm", make_encoder("bert"))
+    make_encoder_decoder("mbart").save_pretrained(folder / "translator")
+    language_tokenizer().save(str(folder / "translator/tokenizer.json"))
     save_vision_folder(folder / "clip", make_vision("clip"))
     save_vision_folder(folder / "vit", make_vision("vit classifier"))
     Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")

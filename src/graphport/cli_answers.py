@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphport.runtime import LanguageModel, SamplingParams
+    from graphport.runtime.request_options import RequestArguments
     from graphport.runtime.tokenizer import Tokenizer
 
 
@@ -34,12 +35,15 @@ class Answer:
         return asdict(self)
 
 
-def prompt_ids(lm: "LanguageModel", text: str, *, chat: bool | None) -> list[int]:
+def prompt_of(lm: "LanguageModel", text: str, *, chat: bool | None) -> str | list[int]:
     """Token ids of `text`, through the chat template unless `chat` is False; None means "if there is one".
 
-    Raises ValueError when `chat` is True and the bundle has no template, and when it has no tokenizer at all.
+    What an encoder-decoder reads is the text itself. Raises ValueError when `chat` is True and the bundle has no
+    template, and when it has no tokenizer at all.
     """
     tokenizer = _need_tokenizer(lm)
+    if lm.manifest.kind == "encoder_decoder" and not chat:
+        return text
     if chat and not tokenizer.has_chat_template:
         raise ValueError("--chat needs a chat template and this bundle has none; use --raw")
     if tokenizer.has_chat_template if chat is None else chat:
@@ -48,15 +52,20 @@ def prompt_ids(lm: "LanguageModel", text: str, *, chat: bool | None) -> list[int
 
 
 def answer(
-    lm: "LanguageModel", ids: list[int], sampling: "SamplingParams", *, write: Callable[[str], None] | None
+    lm: "LanguageModel",
+    prompt: str | list[int],
+    sampling: "SamplingParams",
+    *,
+    write: Callable[[str], None] | None,
+    options: "RequestArguments | None" = None,
 ) -> Answer:
-    """Stream the answer to the prompt `ids`, handing each piece of text to `write`."""
+    """Stream the answer to `prompt`, handing each piece of text to `write`."""
     start = time.perf_counter()
     times: list[float] = []
     pieces: list[str] = []
     token_ids: list[int] = []
     finish_reason = None
-    for event in lm.stream(ids, sampling):
+    for event in lm.stream(prompt, sampling, **(options or {})):
         if event.token_id is not None:  # the last event may carry only text that was held back
             times.append(time.perf_counter())
             token_ids.append(event.token_id)
@@ -69,11 +78,38 @@ def answer(
         text="".join(pieces),
         token_ids=token_ids,
         finish_reason=finish_reason,
-        prompt_tokens=len(ids),
+        prompt_tokens=_count(lm, prompt),
         new_tokens=len(token_ids),
         time_to_first_token_s=times[0] - start if times else None,
         tokens_per_s=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
     )
+
+
+def search(
+    lm: "LanguageModel",
+    prompt: str | list[int],
+    sampling: "SamplingParams",
+    *,
+    write: Callable[[str], None] | None,
+    options: "RequestArguments | None" = None,
+) -> Answer:
+    """The answer of beam search, which is known at its end; see `answer`."""
+    (output,) = lm.generate([prompt], sampling, **(options or {}))
+    if write is not None:
+        write(output.text)
+    return Answer(
+        text=output.text,
+        token_ids=list(output.token_ids),
+        finish_reason=output.finish_reason,
+        prompt_tokens=_count(lm, prompt),
+        new_tokens=len(output.token_ids),
+        time_to_first_token_s=None,
+        tokens_per_s=None,
+    )
+
+
+def _count(lm: "LanguageModel", prompt: str | list[int]) -> int:
+    return len(_need_tokenizer(lm).encode(prompt) if isinstance(prompt, str) else prompt)
 
 
 def timing_line(result: Answer) -> str:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from graphport import cli_tables
-from graphport.cli_answers import answer, chat_turns, prompt_ids, timing_line
+from graphport.cli_answers import answer, chat_turns, prompt_of, search, timing_line
 from graphport.cli_options import BundlePath, Debug, Json
 
 if TYPE_CHECKING:
     from graphport.runtime import SamplingParams
+    from graphport.runtime.request_options import RequestArguments
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -40,6 +41,10 @@ def generate(
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repeats.")] = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before TEXT; may be repeated.")] = None,
+    num_beams: Annotated[int | None, typer.Option(help="Beam search with N beams, above 1.")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="Of beam search: above 0 favours long texts.")] = None,
+    language: Annotated[str | None, typer.Option(metavar="CODE", help="Language to translate to.")] = None,
+    source_language: Annotated[str | None, typer.Option(metavar="CODE", help="Language of PROMPT.")] = None,
     chat: Annotated[
         bool | None, typer.Option("--chat/--raw", help="Use the chat template (default: if the bundle has one).")
     ] = None,
@@ -56,12 +61,22 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stop": tuple(stop) if stop else None,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty,
     }
     sampling = _sampling(max_new_tokens, temperature=temperature, **optional)
     from graphport.runtime import load_language_model
 
-    lm = load_language_model(bundle, device=device, max_batch=1)
-    result = answer(lm, prompt_ids(lm, text, chat=chat), sampling, write=None if as_json else _write)
+    options: RequestArguments = {}
+    if language is not None:
+        options["language"] = language
+    if source_language is not None:
+        options["source_language"] = source_language
+    beams = 1 if num_beams is None else num_beams
+    lm = load_language_model(bundle, device=device, max_batch=beams)
+    asked = prompt_of(lm, text, chat=chat)
+    choose = search if beams > 1 else answer
+    result = choose(lm, asked, sampling, write=None if as_json else _write, options=options)
     if as_json:
         print(json.dumps(result.to_dict(), ensure_ascii=False))
         return

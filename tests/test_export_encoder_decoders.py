@@ -1,0 +1,214 @@
+"""Encoder-decoders exported, compiled, proved and run: the two graphs, kernels, generation equal to transformers'.
+
+One bundle a family, made once; the reference is transformers' own model and `generate`.
+"""
+
+import dataclasses
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import cuda_stubs
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from parity import assert_parity
+from tiny_encoder_decoders import END, FAMILIES, PAD, START, make_encoder_decoder, source_ids, teacher_logits
+
+from graphport.export.bundle import Bundle, write_graph
+from graphport.export.graph_pass import CompilePlan
+from graphport.export.layouts import LayoutError
+from graphport.export.model_export import export
+from graphport.export.pipeline import compile_graph
+from graphport.export.source_graph import compile_source, trace_source, write_source
+from graphport.export.source_runner import SourceRunner
+from graphport.export.targets import CPU, CUDA, TargetError
+from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.export.verify_encoder_decoder import verify_encoder_decoder
+from graphport.model_def.checkpoint import load_checkpoint
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.signature import ENCODER_GRAPH_FILE, GRAPH_FILE, decoder_signature
+from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.runtime import SamplingParams, load
+from graphport.runtime.session import SHAPE_OPS
+
+SOURCES = tuple(source_ids(length) for length in (5, 1, 17, 30))
+IDS = [START, *source_ids(20, seed=1)]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A family's model of transformers, its folder, its graphs as exported and for CUDA, and its bundle."""
+
+    name: str
+    reference: Any
+    config: TransformerConfig
+    folder: Path
+    decoder: ir.Model
+    encoder: ir.Model
+
+    def export(self, out: Path, **options: Any) -> Bundle:
+        """A bundle from the trace that is there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: self.decoder.clone())
+            patch.setattr("graphport.export.certify_encoder_decoder.trace_source", lambda *_: self.encoder.clone())
+            return export(self.folder / "source", out, **options)
+
+    @property
+    def bundle(self) -> Path:
+        return self.folder / "bundle"
+
+    def expected(self) -> np.ndarray:
+        """transformers' logits after each source."""
+        rows = [teacher_logits(self.reference, source, IDS).numpy() for source in SOURCES]
+        return np.concatenate(rows)
+
+    def generated(self, source: list[int], **options: Any) -> tuple[int, ...]:
+        """transformers' new ids, without what pads them."""
+        ids = self.reference.generate(input_ids=torch.tensor([source]), do_sample=False, **options)[0].tolist()[1:]
+        return tuple(ids[: ids.index(END) + 1] if END in ids else ids)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def staged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Staged:
+    reference = make_encoder_decoder(request.param)
+    folder = tmp_path_factory.mktemp("pair")
+    reference.save_pretrained(folder / "source")
+    checkpoint = load_checkpoint(folder / "source")
+    model = Transformer(checkpoint.config).eval()
+    model.load_state_dict(checkpoint.weights, strict=True)
+    length = 64
+    decoder = torch_to_onnx(CachedDecoder(model, max_length=length), decoder_signature(checkpoint.config))
+    encoder = trace_source(model)
+    plan = CompilePlan(config=checkpoint.config, target=CUDA, precision=CUDA.precision("fp16"), max_length=length)
+    (folder / "exported").mkdir()
+    write_graph(decoder, folder / "exported")
+    write_source(encoder, folder / "exported")
+    (folder / "half").mkdir()
+    half = decoder.clone()
+    compile_graph(half, plan)
+    write_graph(half, folder / "half")
+    write_source(compile_source(encoder, plan)[0], folder / "half")
+    made = Staged(
+        name=request.param,
+        reference=reference,
+        config=checkpoint.config,
+        folder=folder,
+        decoder=decoder,
+        encoder=encoder,
+    )
+    made.export(made.bundle, precision="fp32", context=length)
+    return made
+
+
+def kernels(graph: Path) -> Counter[str]:
+    return Counter(node.op_type for node in onnx.load(graph, load_external_data=False).graph.node)
+
+
+@pytest.mark.parametrize("stage", ["exported", "bundle"])
+def test_both_graphs_equal_transformers(staged: Staged, stage: str) -> None:
+    runner = SourceRunner(staged.folder / stage, staged.config)
+    found = np.concatenate(runner.logits(SOURCES, IDS, chunks=(3, 1, 1)))
+    assert_parity(found, staged.expected(), "exported" if stage == "exported" else "compiled")
+    with pytest.raises(AssertionError):
+        assert_parity(np.concatenate(runner.logits(SOURCES[::-1], IDS)), staged.expected(), "compiled")
+
+
+def test_attention_runs_as_one_kernel_each(staged: Staged) -> None:
+    layers = staged.config.num_layers
+    decoder, encoder = kernels(staged.bundle / GRAPH_FILE), kernels(staged.bundle / ENCODER_GRAPH_FILE)
+    assert decoder["GroupQueryAttention"] == decoder["MultiHeadAttention"] == layers
+    assert encoder["GroupQueryAttention"] == 2
+    # keys and values of the source are projected in the encoder's graph alone
+    assert not any("cross_attention.key" in node.name for node in onnx.load(staged.bundle / GRAPH_FILE).graph.node)
+    assert not {"Softmax", "CrossAttention", "BiasedCachedAttention"} & {*decoder, *encoder}
+
+
+def test_b125_the_pad_length_of_a_source_changes_no_id(staged: Staged) -> None:
+    runner = SourceRunner(staged.bundle, staged.config)
+    for extra in (0, 3, 11, 59):
+        (found,) = runner.logits(SOURCES[:1], IDS, extra=extra, pad_id=7)
+        assert_parity(found, teacher_logits(staged.reference, SOURCES[0], IDS).numpy(), "compiled")
+
+
+def test_ragged_batches_generate_what_transformers_does(staged: Staged) -> None:
+    expected = [staged.generated(source, max_new_tokens=12, num_beams=1) for source in SOURCES]
+    with load(staged.bundle, max_batch=3, threads=1) as lm:  # fewer places than prompts: slots move
+        outputs = lm.generate(SOURCES, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+        assert lm.generate(SOURCES[1:2], GREEDY)[0] == outputs[1]
+        assert [event.token_id for event in lm.stream(SOURCES[2], GREEDY)] == list(outputs[2].token_ids)
+    assert outputs[0].source_token_ids == tuple(SOURCES[0])
+    assert outputs[0].prompt_token_ids == (START,)
+
+
+@pytest.mark.parametrize(
+    ("num_beams", "length_penalty", "early_stopping"),
+    [(4, 1.0, False), (3, 2.0, True), (5, 0.0, "never"), (2, -1.0, "never")],
+)
+def test_beam_search_gives_ids_and_scores_of_transformers(
+    staged: Staged, num_beams: int, length_penalty: float, early_stopping: Any
+) -> None:
+    options = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
+    params = SamplingParams(max_new_tokens=12, temperature=0.0, n=2, **options)
+    with load(staged.bundle, max_batch=6, threads=1) as lm:
+        outputs = lm.generate(SOURCES, params)
+        assert lm.generate(SOURCES[:1], params)[0] == outputs[0]
+    for source, output in zip(SOURCES, outputs, strict=True):
+        found = staged.reference.generate(
+            input_ids=torch.tensor([source]),
+            max_new_tokens=12,
+            num_return_sequences=2,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **options,
+        )
+        for ids, score, sample in zip(found.sequences.tolist(), found.sequences_scores, output.samples, strict=True):
+            count = len(sample.token_ids)
+            assert (ids[1 : count + 1], set(ids[count + 1 :]) - {PAD}) == (list(sample.token_ids), set())
+            assert sample.score == pytest.approx(float(score), rel=1e-5, abs=1e-5)
+
+
+def test_all_that_computes_lands_on_cuda(staged: Staged, cuda: cuda_stubs.Placer) -> None:
+    for graph, kernel in ((GRAPH_FILE, "GroupQueryAttention"), (ENCODER_GRAPH_FILE, "MultiHeadAttention")):
+        placement = cuda.place(staged.folder / "half" / graph)
+        assert set(placement.cpu) <= set(SHAPE_OPS)
+        assert placement.cuda[kernel] == 2
+
+
+def test_verify_runs_the_evidence_again_and_finds_other_weights(staged: Staged, tmp_path: Path) -> None:
+    checks = verify_encoder_decoder(staged.bundle, against=staged.folder / "source")
+    assert len(checks) == 3
+    assert all(check.passed for check in checks)
+    make_encoder_decoder(staged.name, seed=1).save_pretrained(tmp_path)
+    assert [check.passed for check in verify_encoder_decoder(staged.bundle, against=tmp_path)] == [True, True, False]
+
+
+def test_int8_bundles_hold_to_eager_within_their_limit(staged: Staged, tmp_path: Path) -> None:
+    bundle = staged.export(tmp_path / "bundle", context=64)  # int8 is what floats get
+    assert bundle.manifest.precision == "int8"
+    assert {check.name.partition(":")[0] for check in bundle.certificate} == {"exported", "compiled", "int8"}
+    for graph in (GRAPH_FILE, ENCODER_GRAPH_FILE):
+        assert kernels(tmp_path / "bundle" / graph)["MatMulNBits"] > 4
+    with load(tmp_path / "bundle", threads=1) as lm:
+        assert lm.generate(SOURCES[:1], GREEDY)[0].token_ids
+
+
+def test_what_needs_a_text_to_be_rounded_is_refused(tmp_path: Path) -> None:
+    make_encoder_decoder("bart").save_pretrained(tmp_path / "source")
+    for precision in ("int4", "auto"):
+        with pytest.raises(
+            TargetError, match=f"precision {precision} is not made of encoder-decoders; choose fp32, int8"
+        ):
+            export(tmp_path / "source", tmp_path / "bundle", precision=precision)
+    with pytest.raises(TargetError, match="precision bf16 is not made of encoder-decoders; choose fp16, int8"):
+        export(tmp_path / "source", tmp_path / "bundle", target="cuda", precision="bf16")
+    with pytest.raises(TargetError, match="KV cache type 'int8' is not made of encoder-decoders"):
+        export(tmp_path / "source", tmp_path / "bundle", precision="fp32", kv_cache="int8")
+    with pytest.raises(LayoutError, match=r"layout genai, .* is a decoder's, and this is an encoder-decoder"):
+        export(tmp_path / "source", tmp_path / "bundle", precision="fp32", layouts=["genai"])
+    assert CPU.precision("int8").weight_bits == 8
