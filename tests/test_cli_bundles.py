@@ -53,6 +53,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
         "require_fused": {},
         "require_exact": False,
         "disable_passes": (),
+        "layouts": (),
         "force": False,
     }
 
@@ -60,7 +61,7 @@ def test_export_prints_the_path_on_stdout_and_tables_on_stderr(
 def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
     options = "--target cuda --precision fp16 --kv-cache int8 --context 64 --accuracy-level 4 --seed 3"
     options += " --no-verify --force --require-exact --calibration my.txt --max-kl 0.02"
-    options += " --disable-pass silu --disable-pass norm --image-size 32x48"
+    options += " --disable-pass silu --disable-pass norm --image-size 32x48 --layout genai"
     fused = ["--require-fused", "attention=all", "--require-fused", "pack_qkv=30"]
     assert main(["export", "m", "o", *options.split(), *fused]) == 0
     passed = fake_export.calls[0][1]
@@ -79,6 +80,7 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
         "require_fused": {"attention": "all", "pack_qkv": 30},
         "require_exact": True,
         "disable_passes": ("silu", "norm"),
+        "layouts": ("genai",),
         "force": True,
     }
 

@@ -14,7 +14,7 @@ from tiny_checkpoints import save_folder
 from tiny_graphs import CONFIGS, exported, make_block, make_config, tiny_model
 
 import graphport.export.bundle_records as records_module
-import graphport.export.certify as certify_module
+import graphport.export.decoder_evidence as evidence_module
 import graphport.export.model_export as export_module
 from graphport.export.bundle import Bundle, BundleError
 from graphport.export.export_limits import longest_context
@@ -338,8 +338,8 @@ def test_required_fusions_pin_counts_and_a_miss_leaves_nothing(tmp_path: Path) -
 
 STAGES = (
     (export_module, "torch_to_onnx"),
-    (certify_module, "eager_logits"),
-    (certify_module, "certify_stages"),
+    (evidence_module, "eager_logits"),
+    (evidence_module, "certify_stages"),
     (export_module, "compile_graph"),
     (export_module, "write_graph"),
     (export_module, "bundle_certificate"),

@@ -224,7 +224,9 @@ def test_expected_fusions_are_counted_from_the_config_alone() -> None:
         "packed_gate_up": 2,
         "silu": 2,
         "attention": 2,
+        "window_cache": 0,
         "qk_norm": 0,
+        "experts": 0,
         "kv_cache": 0,
         "sampling": 0,
     }

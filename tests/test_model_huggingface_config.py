@@ -148,7 +148,7 @@ def test_scalings_take_transformers_defaults() -> None:
         ({"model_type": "lama"}, "model_type 'lama' is not read.*nearest: llama"),
         (
             {"model_type": None},
-            "model_type None is not read; known are llama, mistral, qwen2, qwen3, smollm3, granite, ",
+            "model_type None is not read; known are llama, mistral, qwen2, qwen3, mixtral, qwen2_moe, qwen3_moe, ",
         ),
         ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; known are silu"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2"),

@@ -258,7 +258,7 @@ def test_a_bundle_without_tokenizer_speaks_ids_only(tmp_path: Path) -> None:
     assert (output.text, len(output.token_ids)) == ("", 3)
     with pytest.raises(ValueError, match="a str prompt needs a tokenizer, which this bundle does not have"):
         model.generate(["hello"])
-    with pytest.raises(ValueError, match="stop strings needs a tokenizer"):
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
         model.generate([[1]], greedy(3, stop="x"))
     with pytest.raises(ValueError, match="chat needs a tokenizer"):
         model.chat([{"role": "user", "content": "hello"}])

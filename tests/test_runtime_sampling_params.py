@@ -95,8 +95,8 @@ def test_parameters_are_normalised_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("params", "prompt", "message"),
     [
-        ({}, (1, VOCAB), "prompt_ids holds 37, outside the vocabulary: ids are 0 to 36"),
-        ({}, (-1,), "prompt_ids holds -1"),
+        ({}, (1, VOCAB), "prompt holds 37, outside the vocabulary: ids are 0 to 36"),
+        ({}, (-1,), "prompt holds -1"),
         ({"stop_token_ids": (99,)}, (), "stop_token_ids holds 99"),
         ({"logit_bias": {37: 1}}, (), "logit_bias holds 37, outside the vocabulary"),
         ({"prompt_logprobs": 38}, (), "prompt_logprobs=38 must be at most the vocabulary's size, 37"),
