@@ -110,17 +110,19 @@ class PrefixCache:
         path = self._path(ids)
         self._touch(path)
         held = {id(block) for block in path}
-        for begin in range(len(path) * self.block_tokens, len(ids) - self.block_tokens + 1, self.block_tokens):
-            if begin < first or not self._make_room(held):
-                break
-            parent = path[-1] if path else None
-            key = self._key(ids, begin)
-            block = _Block(parent, key, read(begin, begin + self.block_tokens), {})
-            (self._roots if parent is None else parent.children)[key] = block
-            self._by_use[id(block)] = block
-            path.append(block)
-            held.add(id(block))
-        self._touch(path)
+        try:
+            for begin in range(len(path) * self.block_tokens, len(ids) - self.block_tokens + 1, self.block_tokens):
+                if begin < first or not self._make_room(held):
+                    break
+                parent = path[-1] if path else None
+                key = self._key(ids, begin)
+                block = _Block(parent, key, read(begin, begin + self.block_tokens), {})
+                (self._roots if parent is None else parent.children)[key] = block
+                self._by_use[id(block)] = block
+                path.append(block)
+                held.add(id(block))
+        finally:
+            self._touch(path)  # also when rows cannot be read: a beginning must go after what follows it
 
     def _path(self, ids: Ids) -> list[_Block]:
         path: list[_Block] = []

@@ -340,3 +340,18 @@ def test_a_state_that_cannot_be_handed_over_is_its_owners_error(
                 warm.generate([random_ids(9)], greedy(new, prompt_logprobs=0), keep_state=True)
     assert engine.cache.num_active == 0
     assert len(warm.generate([random_ids(9)], greedy(5))[0].token_ids) == 5
+
+
+def test_rows_that_cannot_be_read_leave_beginnings_behind_what_follows_them() -> None:
+    cache = PrefixCache(budget=3 * 8, block_tokens=2, bytes_per_token=4)
+    ids = np.arange(8)
+
+    def read(begin: int, end: int) -> tuple[np.ndarray, ...]:
+        if begin == 4:
+            raise OSError("the device is gone")
+        return (ids[None, begin:end, None],)
+
+    with pytest.raises(OSError, match="the device is gone"):
+        cache.keep(ids, read)
+    cache.keep(ids[:4] + 100, lambda begin, end: (ids[None, begin:end, None],))  # fits beside one of the two kept
+    assert cache.find(ids, most=8)  # the beginning stayed: what followed it went first
