@@ -116,7 +116,8 @@ def measure(
 
     def prompts(num: int) -> list[list[int]]:
         """New ones each time, of which no server knows a beginning."""
-        return random.integers(vocab_size, size=(num, PROMPT)).tolist()  # type: ignore[no-any-return]  # of numpy's
+        ids: list[list[int]] = random.integers(vocab_size, size=(num, PROMPT)).tolist()
+        return ids
 
     found: dict[tuple[str, int], list[float]] = {(server.name, num): [] for server in servers for num in callers}
     for number in range(rounds + 1):
