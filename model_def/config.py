@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from graphport.model_def.audio_config import AudioConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.position_config import (
     ConfigError,
@@ -200,8 +201,8 @@ class TransformerConfig:
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
     `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
-    place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
-    cross-attention reads: this stack is the decoder of an encoder-decoder.
+    place of ids, with `audio` frames of sound, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack
+    whose states the blocks' cross-attention reads: this stack is the decoder of an encoder-decoder.
     """
 
     vocab_size: int
@@ -222,10 +223,12 @@ class TransformerConfig:
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
     image: ImageConfig | None = None
+    audio: AudioConfig | None = None
     encoder: "TransformerConfig | None" = None
 
     def __post_init__(self) -> None:
-        for name in (*(() if self.image else ("vocab_size",)), "hidden_size", "max_positions"):
+        has_ids = self.image is None and self.audio is None
+        for name in (*(("vocab_size",) if has_ids else ()), "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
         if self.embedding_width is not None:
             require_count("embedding_width", self.embedding_width)
@@ -249,6 +252,8 @@ class TransformerConfig:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
         self._check_encoder()
         self._check_source()
+        if not has_ids:
+            self._check_without_ids()
         if self.image is not None:
             self._check_image(self.image)
 
@@ -279,14 +284,16 @@ class TransformerConfig:
         if not self.is_causal or encoder.is_causal or encoder.head != "none" or encoder.pooling or encoder.classifier:
             raise ConfigError("an encoder-decoder is a causal stack and a bidirectional encoder that gives its states")
 
-    def _check_image(self, image: ImageConfig) -> None:
-        """What reads patches has nothing that belongs to ids."""
+    def _check_without_ids(self) -> None:
+        """What reads patches or frames has nothing that belongs to ids."""
         ids = (self.vocab_size, self.token_types, self.position, self.relative_bias, self.embedding_width)
         if any(ids) or self.head != "none" or self.pooling or self.classifier or self.is_causal:
             raise ConfigError(
-                "an image encoder has bidirectional blocks, vocab_size 0, head 'none', its positions and what is read "
-                "out in `image`, and no token types"
+                "an encoder of images or recordings has bidirectional blocks, vocab_size 0, head 'none', positions of "
+                "its own and no token types"
             )
+
+    def _check_image(self, image: ImageConfig) -> None:
         pool = image.readout.pool if image.readout else None
         if pool is not None and self.hidden_size % pool.num_heads:
             raise ConfigError(
@@ -340,6 +347,7 @@ _RECORDS = {
         ImageReadoutConfig,
         PreprocessingConfig,
         ImageConfig,
+        AudioConfig,
         TransformerConfig,
     )
 }

@@ -15,6 +15,7 @@ from graphport.model_def.attention import CacheStep, RotaryTables
 from graphport.model_def.block import Block, Source, keep_all
 from graphport.model_def.classifier import Classifier
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.frames import FrameEmbedding
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
@@ -30,7 +31,10 @@ class Transformer(nn.Module):
         self.config = config
         width = config.embedding_width or config.hidden_size
         self.patches = PatchEmbedding(config.image, config.hidden_size) if config.image else None
-        if self.patches is None:
+        self.frames: FrameEmbedding | None = None
+        if config.audio is not None:
+            self.frames = FrameEmbedding(config.audio, config.max_positions, config.hidden_size)
+        if self.patches is None and self.frames is None:
             self.embedding = nn.Embedding(config.vocab_size, width)
         self.position: nn.Embedding | None = None
         if isinstance(config.position, LearnedPosition):
@@ -65,7 +69,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
-        Of an image encoder, pixels float [B, C, h, w] to hidden states. Otherwise:
+        Of an image encoder, pixels float [B, C, h, w] to hidden states; of recordings, features float [B, M, F].
+        Otherwise:
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
         `token_types` int64 [B, S], all 0 by default; `source`: what `encode` gives, for a decoder that reads one.
@@ -75,8 +80,14 @@ class Transformer(nn.Module):
         return self.read_out(states)
 
     def encode(self, input_ids: Tensor, lengths: Tensor | None = None) -> Source:
-        """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them."""
+        """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them.
+
+        Of an encoder of recordings, features float [B, M, F].
+        """
         assert self.encoder is not None
+        if self.encoder.frames is not None:
+            hidden = self.encoder(input_ids)
+            return Source(hidden, torch.full((hidden.shape[0],), hidden.shape[1], dtype=torch.int32))
         if lengths is None:
             lengths = torch.full((input_ids.shape[0],), input_ids.shape[1])
         padding = torch.arange(input_ids.shape[1]) < lengths[:, None]
@@ -92,8 +103,8 @@ class Transformer(nn.Module):
         source: Source | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
-        if self.patches is not None:
-            x = self.embed_image(input_ids)
+        if self.patches is not None or self.frames is not None:
+            x = self.embed_image(input_ids) if self.frames is None else self.frames(input_ids)
             for block in self.layers:
                 x = block(x)
             return x
