@@ -38,6 +38,8 @@ class Answer:
 
 def hears(lm: "LanguageModel") -> bool:
     """Whether the model takes recordings."""
+    if lm.manifest.kind != "encoder_decoder":
+        return False
     encoder = lm.manifest.config.encoder
     return encoder is not None and encoder.audio is not None
 
