@@ -244,9 +244,7 @@ def test_folders_that_hear_otherwise_are_refused_by_name(
         load_checkpoint(tmp_path)
 
 
-def test_transcribe_writes_down_a_file(
-    bundle: Path, lm: LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_transcribe_writes_down_a_file(bundle: Path, lm: LanguageModel, tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", SOUND, RATE, subtype="FLOAT")
     for more, asked in (([], {}), (["--language", "de", "--timestamps"], {"language": "de", "timestamps": True})):
         command = ["transcribe", str(bundle), str(tmp_path / "a.wav"), "--max-new-tokens", "12", *more, "--json"]
@@ -255,5 +253,32 @@ def test_transcribe_writes_down_a_file(
         (expected,) = lm.generate([(SOUND, RATE)], GREEDY, **asked)
         found = json.loads(result.stdout)
         assert (found["token_ids"], found["text"]) == (list(expected.token_ids), expected.text)
-    assert main(["generate", str(bundle), "a text"]) == 1
-    assert "this model hears, and reads no text; use `graphport transcribe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate", "BUNDLE", "a text"], "this model hears, and reads no text; use `graphport transcribe"),
+        (["bench", "BUNDLE"], "bench gives random ids, and"),
+        (["diff", "BUNDLE", "BUNDLE"], "is an encoder-decoder, and diff feeds a text alone; use `graphport verify"),
+        (["report", "BUNDLE", "--times", "--html", "page.html"], "is an encoder-decoder, of which no times are taken"),
+        (["serve", "BUNDLE"], "is an encoder_decoder, for which there is no route"),
+        (["tune", "BUNDLE"], "only decoders for cpu are tuned"),
+        (["prepare", "BUNDLE"], "only decoders are packed"),
+        (["eval", "BUNDLE", "text.txt"], "this model reads a source first"),
+    ],
+)
+def test_what_a_model_that_hears_cannot_do_is_refused_in_one_line(
+    bundle: Path,
+    command: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("word1 " * 200, encoding="utf-8")
+    assert main([str(bundle) if word == "BUNDLE" else word for word in command]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("graphport: error: ")
+    assert message in last
