@@ -8,7 +8,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphport.model_def.expert_config import ExpertsConfig
+from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
+from graphport.model_def.latent_config import LatentConfig
 from graphport.model_def.position_config import (
     ConfigError,
     DynamicScaling,
@@ -63,7 +64,9 @@ class AttentionConfig:
     """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
 
     `window` w lets position i see (i-w, i], and without causality (i-w, i+w). `qk_norm_over`: each head is normed by
-    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2).
+    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2). With `latent` the
+    projections go by way of small vectors, and values have heads of their own size (DeepSeek). `sinks`: each query head
+    has a score of its own beside those of keys, which takes weight and gives nothing (GPT-OSS).
     """
 
     num_heads: int
@@ -78,6 +81,8 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     rotary: RotaryPosition | None = None
+    latent: LatentConfig | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -92,6 +97,17 @@ class AttentionConfig:
             require_count("attention window", self.window)
         if self.rotary is not None:
             self._check_rotary(self.rotary)
+        if self.sinks and (not self.causal or self.rotary is None or self.softcap is not None or self.latent):
+            raise ConfigError("attention with sinks is causal and rotary, without a cap and latent vectors")
+        if self.latent is not None:
+            if self.qk_norm is not None or not self.causal:
+                raise ConfigError("latent attention is causal and has norms of its own, not of queries and keys")
+            self.latent.check_heads(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                rotary_dim=0 if self.rotary is None else self.rotary.rotary_dim(self.head_dim),
+            )
 
     def _check_rotary(self, rotary: RotaryPosition) -> None:
         rotary_dim = rotary.rotary_dim(self.head_dim)
@@ -119,6 +135,11 @@ class AttentionConfig:
         if self.num_kv_heads == self.num_heads:
             return "multi-head"
         return "multi-query" if self.num_kv_heads == 1 else "grouped-query"
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head of values, and of what a head gives."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -332,6 +353,8 @@ _RECORDS = {
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,
+        LatentConfig,
+        RouterConfig,
         ExpertsConfig,
         BlockConfig,
         PoolingConfig,

@@ -56,7 +56,17 @@ Experts become one MoE node a layer, and QMoE in int8 and int4: nearest rounding
 router and the gate of a shared feed-forward stay floats. Experts whose widths are no multiples of 32 stay floats too;
 the report says so, and `--require-fused experts=all` refuses them. On the CPU 8-bit experts round activations to 8 bits
 whatever `--accuracy-level` says. A token near the border of two experts may choose the other one once anything is
-rounded. Files may have a tensor for each expert or transformers 5's one for all.
+rounded. Files may have a tensor for each expert or transformers 5's one for all. Routers that choose among groups, by
+sigmoids or with a correction (DeepSeek) are standard ops in front of that node: they give it scores of which it can
+only choose what they chose.
+
+Latent attention (DeepSeek) is one GroupQueryAttention a layer over keys and values of every head, as they come out of
+the latent vector; the dimensions that rotate are moved to the front of a head. Values are as wide as keys in the cache,
+with zeros behind them: exact, and as long a cache as multi-head attention of that head size has. DeepSeek-V2-Lite
+caches 2 x 16 x 192 = 6,144 numbers a token and layer where the latent vector and its rotating part are 576; the third
+of the values that is zeros costs a third more products with them. Layers behind the last that predict further tokens
+are left out. Sinks (GPT-OSS) are an input of the same kernel; on the CPU it computes whole rows of scores then. Experts
+in MXFP4, as the hub has GPT-OSS, are widened exactly when they are read.
 
 Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), and any
 key that is not understood. A `model_type`

@@ -20,6 +20,13 @@ from graphport.model_def.huggingface import read_folder_config
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
+ROUTER_FAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_chosen_groups": 1},
+    "deepseek_v2 greedy": {"scaling": 1.0},
+    "deepseek_v3": {"num_chosen_groups": 1},
+    "deepseek_v3 by halves": {"scores": "softmax"},
+}
+
 Folders = Callable[[str], Path]
 
 
@@ -56,6 +63,9 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
             return dataclasses.replace(block, norm_order=order)
         if name == "qwen2_moe" and isinstance(block.feed_forward, ExpertsConfig):
             return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, normalized=True))
+        if name.startswith("deepseek") and isinstance(block.feed_forward, ExpertsConfig):
+            router = dataclasses.replace(block.feed_forward.router, **ROUTER_FAULTS[name])
+            return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, router=router))
         if name == "granite":
             return dataclasses.replace(block, residual_scale=1.0)
         if name == "cohere":
@@ -83,7 +93,7 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
     "name",
     [
         *("falcon new", "gpt_neox", "gpt_neox serial", "granite", "cohere", "gemma2", "gemma3_text", "smollm3"),
-        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo"),
+        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo", *ROUTER_FAULTS),
     ],
 )
 def test_b25_b44_a_family_read_without_what_is_its_own_is_rejected(name: str, folder: Folders) -> None:
@@ -152,6 +162,37 @@ def test_experts_whose_gate_is_taken_for_up_are_rejected(folder: Folders) -> Non
     weights[gate], weights[up] = weights[up], weights[gate]
     broken = dataclasses.replace(checkpoint, weights=weights)
     assert relative_difference(broken, make_decoder("mixtral"), token_ids(12)) > 100 * TOLERANCE
+
+
+def test_layers_that_predict_further_tokens_are_left_out(folder: Folders, tmp_path: Path) -> None:
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.2.input_layernorm.weight": torch.ones(2)}
+    hub = load_checkpoint(_renamed(folder("deepseek_v3"), tmp_path / "hub", lambda name: name, **extra))
+    assert "ignored tensors: model.layers.2.eh_proj.weight, model.layers.2.input_layernorm.weight" in hub.notes
+    assert hub.config == load_checkpoint(folder("deepseek_v3")).config
+
+
+def test_attention_read_without_its_sinks_is_rejected(folder: Folders) -> None:
+    checkpoint = load_checkpoint(folder("gpt_oss"))
+    weights = {name: torch.full_like(w, -1e4) if "sinks" in name else w for name, w in checkpoint.weights.items()}
+    broken = dataclasses.replace(checkpoint, weights=weights)
+    assert relative_difference(broken, make_decoder("gpt_oss"), token_ids(12)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("scores", ["scale", "interleaved"])
+def test_latent_attention_without_its_scale_or_its_pairs_is_rejected(scores: str, folder: Folders) -> None:
+    checkpoint = load_checkpoint(folder("deepseek_v2"))
+
+    def change(block: BlockConfig) -> BlockConfig:
+        attention = block.attention
+        assert attention.rotary is not None
+        if scores == "scale":
+            return dataclasses.replace(block, attention=dataclasses.replace(attention, scale=None))
+        rotary = dataclasses.replace(attention.rotary, interleaved=False)
+        return dataclasses.replace(block, attention=dataclasses.replace(attention, rotary=rotary))
+
+    config = dataclasses.replace(checkpoint.config, blocks=tuple(map(change, checkpoint.config.blocks)))
+    broken = dataclasses.replace(checkpoint, config=config)
+    assert relative_difference(broken, make_decoder("deepseek_v2"), token_ids(12)) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
@@ -241,6 +282,29 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("qwen3_moe", {"num_experts": 4}, "found num_experts 4, num_local_experts 5"),
         ("qwen3_moe", {"moe_intermediate_size": 24}, r"experts.0.down_proj.weight is \[42, 20\], .* \[42, 24\]"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 28}, "shared_expert_intermediate_size = 28"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not read; known are greedy and group_"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "model_type deepseek_v2 .* norm_topk_prob = True"),
+        ("deepseek_v2", {"n_group": 4}, "6 experts do not lie in 4 equal groups"),
+        ("deepseek_v2", {"topk_group": 4}, "chooses from 4 groups of experts, of which there are 3"),
+        ("deepseek_v2", {"num_key_value_heads": 1}, r"num_kv_heads \(1\) must be num_heads \(3\)"),
+        ("deepseek_v2", {"v_head_dim": 64}, r"value_dim \(64\) is above head_dim \(48\)"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank must be a positive integer, got None"),
+        ("deepseek_v2", {"q_lora_rank": None}, r"missing: .*self_attn.q_proj.weight"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "model_type deepseek_v3 .* topk_method = 'greedy'"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "a token runs 5 experts from 2 groups of 2"),
+        ("deepseek_v3", {"routed_scaling_factor": 0}, "scaling of the router must be a positive number, got 0"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "model_type deepseek_v3 .* quantization_config",
+        ),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config .*'awq'.* known is .* mxfp4",
+        ),
+        ("gpt_oss", {"rope_parameters": None}, "gpt_oss needs rope_scaling or rope_parameters"),
+        ("gpt_oss", {"swiglu_limit": 0}, "limit of the experts must be a positive number, got 0"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must list 2 of 0 and 1; got \[1\]"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive"),
         (

@@ -61,6 +61,30 @@ _OPT: Mapping[str, Any] = {
 }
 _EXPERTS: Mapping[str, Any] = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 _QWEN_MOE: Mapping[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 28}
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 3.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+_DEEPSEEK: Mapping[str, Any] = {
+    **{key: value for key, value in _LLAMA.items() if key not in ("head_dim", "num_key_value_heads")},
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 2,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
 _LONGROPE: Mapping[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 500.0,
@@ -80,14 +104,16 @@ class Decoder:
     """A model type with the keys of its config, and what the config calls for on the CPU.
 
     `residual_norm` is the number of sums that a norm reads, `gated` and `experts` that of gated feed-forwards that
-    every token runs and of mixtures of experts, all counted by hand. `window` and `switch`: the length beyond
-    which the model would be read wrongly if the window or the scaling were ignored.
+    every token runs and of mixtures of experts, `packed_qkv` that of projections in one matrix, all counted by hand.
+    `window` and `switch`: the length beyond which the model would be read wrongly if the window or the scaling were
+    ignored.
     """
 
     model_type: str
     values: Mapping[str, Any]
     residual_norm: int = 4  # two layers, each with a sum inside and one at its end
     gated: int = 2
+    packed_qkv: int = 2
     experts: int = 0
     window: int | None = None
     switch: int | None = None
@@ -127,6 +153,61 @@ DECODERS: Mapping[str, Decoder] = {
         },
         gated=1,
         experts=1,
+    ),
+    "deepseek_v2": Decoder(
+        model_type="deepseek_v2",
+        values={
+            **_DEEPSEEK,
+            "rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.3},
+            "topk_method": "group_limited_greedy",
+        },
+        packed_qkv=0,
+        experts=1,
+    ),
+    "deepseek_v2 greedy": Decoder(
+        model_type="deepseek_v2",
+        values={**_DEEPSEEK, **_theta(100.0), "q_lora_rank": None, "attention_bias": True},
+        packed_qkv=0,
+        experts=1,
+    ),
+    "deepseek_v3": Decoder(
+        model_type="deepseek_v3",
+        values={
+            **_DEEPSEEK,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+        packed_qkv=0,
+        experts=1,
+    ),
+    "deepseek_v3 by halves": Decoder(
+        model_type="deepseek_v3",
+        values={
+            **_DEEPSEEK,
+            **_theta(100.0),
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        packed_qkv=0,
+        experts=1,
+    ),
+    "gpt_oss": Decoder(
+        model_type="gpt_oss",
+        values={
+            **_LLAMA,
+            "sliding_window": WINDOW,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**_YARN, "truncate": False, "beta_fast": 8.0},
+        },
+        gated=0,
+        experts=2,
+        window=WINDOW,
     ),
     "smollm3": Decoder(
         model_type="smollm3",
@@ -331,18 +412,20 @@ def make_decoder(name: str, seed: int = 0) -> Any:
     config._attn_implementation = config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
+    corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        for path, parameter in [*model.named_parameters(), *corrections]:
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1 and path.endswith("weight"):
                 is_head_norm = any(part in path for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm"))
                 sharpness = 1.5 if is_head_norm else 1.0
                 parameter.copy_(sharpness * (1 + 0.3 * noise))
-            elif path.endswith("bias"):
+            elif path.endswith(("bias", "sinks")):
                 parameter.copy_(0.5 * noise)
             else:
-                is_query = any(part in path for part in ("q_proj", "k_proj", "qkv", "query", "c_attn"))
+                is_query = any(part in path for part in ("q_proj", "k_proj", "q_b_", "kv_a_", "qkv", "query", "c_attn"))
                 fan_in = parameter.shape[0] if "attn.c_" in path or ".mlp.c_" in path else parameter.shape[-1]
+                fan_in = parameter.shape[-2] if decoder.model_type == "gpt_oss" and "experts" in path else fan_in
                 parameter.copy_(noise * (_SHARPNESS if is_query else 1.0) * fan_in**-0.5)
     return model
 
