@@ -70,7 +70,7 @@ _BIASED_CACHED_ATTENTION = _op(
     inputs=f"{_ATTENTION_INPUTS} table",
     outputs=_ATTENTION_OUTPUTS,
     floats="scale",
-    ints="num_heads kv_num_heads",
+    ints="num_heads kv_num_heads by_key",
 )
 _SINK_CACHED_ATTENTION = _op(
     "SinkCachedAttention",
@@ -189,9 +189,11 @@ def _biased_cached_attention(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> Any:  # noqa: ANN401
     inputs = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length, table)
-    return _BIASED_CACHED_ATTENTION(*inputs, num_heads=num_heads, kv_num_heads=num_kv_heads, scale=scale)
+    heads = {"num_heads": num_heads, "kv_num_heads": num_kv_heads}
+    return _BIASED_CACHED_ATTENTION(*inputs, **heads, scale=scale, by_key=int(by_key))
 
 
 def _sink_cached_attention(

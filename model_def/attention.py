@@ -40,6 +40,13 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
+class ScoreBias(NamedTuple):
+    """What is added to scores [P, N]: by the distance of query and key, or by the key's position."""
+
+    table: Tensor
+    by_key: bool
+
+
 class Attention(nn.Module):
     """softmax(scale * Q K^T) V with heads split and joined, optional rotary, q/k norm, window, cap and biases."""
 
@@ -92,18 +99,18 @@ class Attention(nn.Module):
         past_value: Tensor,
         step: CacheStep,
         tables: RotaryTables | None,
-        bias: Tensor | None = None,
+        bias: ScoreBias | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens x [B, S, W] over caches [B, K, C, H]; returns [B, S, W] and the caches after the step.
 
-        `bias` [P, N] is added to scores by distance.
+        `bias` is added to the scores.
         """
         config = self.config
         query, key, value = self._project(x)
         if bias is not None:
             heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
             caches = (past_key, past_value, *step)
-            attended, *present = biased_cached_attention(query, key, value, *caches, bias, *heads)
+            attended, *present = biased_cached_attention(query, key, value, *caches, bias.table, *heads, bias.by_key)
             return self._read_out(attended), *present
         if self.sinks is not None:
             assert tables is not None

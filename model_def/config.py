@@ -11,6 +11,7 @@ from typing import Any, Literal
 from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
 from graphport.model_def.latent_config import LatentConfig
 from graphport.model_def.position_config import (
+    AlibiBias,
     ConfigError,
     DynamicScaling,
     FrequencyFactors,
@@ -220,9 +221,11 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
-    place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
-    cross-attention reads: this stack is the decoder of an encoder-decoder.
+    `id_width` is that of the ids' embeddings alone, which a linear layer without bias widens before positions are
+    added; another narrows the stream for the head (OPT 350M). `pooling` and `classifier` are an encoder's; one of them
+    at most. With `image` the stack reads patches of images in place of ids, and there is no vocabulary (`vocab_size`
+    0). `encoder` is the stack whose states the blocks' cross-attention reads: this stack is the decoder of an encoder-
+    decoder.
     """
 
     vocab_size: int
@@ -230,10 +233,11 @@ class TransformerConfig:
     max_positions: int
     blocks: tuple[BlockConfig, ...]
     position: LearnedPosition | SinusoidalPosition | None = None
-    relative_bias: RelativeBias | None = None
+    relative_bias: RelativeBias | AlibiBias | None = None
     token_types: int = 0
     embedding_norm: NormConfig | None = None
     embedding_width: int | None = None
+    id_width: int | None = None
     embedding_scale: float = 1.0
     final_norm: NormConfig | None = None
     head: HeadKind = "tied"
@@ -252,6 +256,10 @@ class TransformerConfig:
             require_count("embedding_width", self.embedding_width)
             if self.head == "tied":
                 raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
+        if self.id_width is not None:
+            require_count("id_width", self.id_width)
+            if self.embedding_width is not None or self.head == "none" or not self.is_causal:
+                raise ConfigError("id_width belongs to decoders with a head, and excludes embedding_width")
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -277,6 +285,11 @@ class TransformerConfig:
         """What encoders alone have."""
         if self.token_types != 0:
             require_count("token_types", self.token_types)
+        if isinstance(self.relative_bias, AlibiBias):
+            if not self.is_causal or any(b.attention.rotary or b.attention.window for b in self.blocks):
+                raise ConfigError("ALiBi belongs to decoders without rotation and windows")
+            if len({b.attention.softmax_scale for b in self.blocks}) > 1:
+                raise ConfigError("ALiBi is shared by layers of one scale")
         if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
             raise ConfigError("a relative bias is shared by layers of one number of heads")
         if (self.pooling or self.classifier) and self.is_causal:
@@ -350,6 +363,7 @@ _RECORDS = {
         LearnedPosition,
         SinusoidalPosition,
         RelativeBias,
+        AlibiBias,
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,

@@ -30,6 +30,9 @@ class DecoderTensors:
     prefix: str = "model."
     embedding: str = "embed_tokens"
     position: str = "embed_positions"
+    embedding_norm: str = "embed_norm"
+    id_projection: str = "project_in"
+    head_projection: str = "project_out"
     final_norm: str = "norm"
     blocks: str = "layers"
     heads: tuple[str, ...] = ("lm_head",)
@@ -43,6 +46,9 @@ class DecoderTensors:
         modules = {
             "embedding": prefix + self.embedding,
             "position": prefix + self.position,
+            "embedding_norm": prefix + self.embedding_norm,
+            "id_projection": prefix + self.id_projection,
+            "head_projection": prefix + self.head_projection,
             "final_norm": prefix + self.final_norm,
             "head": head,
         }
@@ -216,6 +222,8 @@ OPT = DecoderTensors(
     position="decoder.embed_positions",
     final_norm="decoder.final_layer_norm",
     blocks="decoder.layers",
+    id_projection="decoder.project_in",
+    head_projection="decoder.project_out",
 )
 FALCON = DecoderTensors(
     modules={
@@ -231,6 +239,7 @@ FALCON = DecoderTensors(
     blocks="h",
     qkv="grouped",
 )
+BLOOM = dataclasses.replace(FALCON, embedding_norm="word_embeddings_layernorm")
 FALCON_TWO_NORMS = dataclasses.replace(
     FALCON, modules={**FALCON.modules, "attention_norm": "ln_attn", "feed_forward_norm": "ln_mlp"}
 )

@@ -120,10 +120,12 @@ def biased_cached_attention(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`cached_attention` without rotation, cap and window, whose scores depend on distances too.
 
-    table float [P, N], P at least C: `table[d]` is added to the scores of keys that stand d positions before the query.
+    table float [P, N], P at least C: `table[d]` is added to the scores of keys that stand d positions before the query,
+    or at position d when `by_key`.
     """
     num_new, capacity = query.shape[1], past_key.shape[2]
     check_room(seqlens_k, total_sequence_length, num_new, capacity)
@@ -139,7 +141,7 @@ def biased_cached_attention(
         present_key.where(written, 0),
         present_value.where(written, 0),
         visible=(distance >= 0)[:, None],
-        bias=table[distance.clamp(min=0)].permute(0, 3, 1, 2),
+        bias=table[column.expand_as(distance) if by_key else distance.clamp(min=0)].permute(0, 3, 1, 2),
         scale=scale,
         softcap=0.0,
     )
@@ -159,6 +161,7 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 

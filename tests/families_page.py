@@ -24,6 +24,7 @@ from graphport.model_def.encoder_decoder_family import ENCODER_DECODER_FAMILIES
 from graphport.model_def.huggingface_config import DECODER_FAMILIES, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
+from graphport.model_def.position_config import AlibiBias
 
 STAGES: Mapping[str, Callable[..., object]] = {
     "read, eager": reading.test_a_family_equals_transformers_at_every_length,
@@ -68,8 +69,12 @@ of the values that is zeros costs a third more products with them. Layers behind
 are left out. Sinks (GPT-OSS) are an input of the same kernel; on the CPU it computes whole rows of scores then. Experts
 in MXFP4, as the hub has GPT-OSS, are widened exactly when they are read.
 
-Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), and any
-key that is not understood. A `model_type`
+ALiBi (`falcon` with `alibi`, `bloom`) is a bias of the scores, made on the device from the positions and as large as
+they are: [rows, heads, new tokens, all tokens] a step, one for all layers. GroupQueryAttention takes it on both
+providers, on CUDA in its unfused form and in steps that are not captured. Falcon's is rounded to bfloat16 as
+transformers has it.
+
+Refused by name: any key that is not understood. A `model_type`
 that is not here is refused with the nearest family and the keys that keep the folder from being read as one. longrope
 is decoded up to the original length: keys in the cache would keep the factors of short texts.
 
@@ -157,6 +162,8 @@ def _norms(config: TransformerConfig) -> str:
 def _positions(config: TransformerConfig) -> str:
     if config.position is not None:
         return "learned"
+    if isinstance(config.relative_bias, AlibiBias):
+        return "ALiBi"
     rotaries = [block.attention.rotary for block in config.blocks]
     first = next(rotary for rotary in rotaries if rotary is not None)
     scalings = {

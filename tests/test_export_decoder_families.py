@@ -117,7 +117,7 @@ def test_what_the_config_calls_for_is_fused(staged: Staged) -> None:
     assert staged.fusions["packed_qkv"] == decoder.packed_qkv
     assert staged.fusions["packed_gate_up"] == decoder.gated
     assert staged.fusions["experts"] == decoder.experts
-    assert all(site.startswith(("layer ", "final_norm")) for site in staged.missed), staged.missed
+    assert all(site.startswith(("layer ", "final_norm", "embedding_norm")) for site in staged.missed), staged.missed
 
 
 def test_ragged_batches_decode_as_transformers_recomputes(staged: Staged) -> None:
@@ -133,7 +133,8 @@ def test_ragged_batches_decode_as_transformers_recomputes(staged: Staged) -> Non
 
 
 def test_all_that_computes_lands_on_cuda(staged: Staged, cuda: cuda_stubs.Placer) -> None:
-    placement = cuda.place(staged.half, enable_cuda_graph="1")
+    captured = staged.config.relative_bias is None  # a bias is as wide as the text, which a captured step fixes
+    placement = cuda.place(staged.half, **({"enable_cuda_graph": "1"} if captured else {}))
     assert set(placement.cpu) <= set(SHAPE_OPS)
     assert placement.cuda["GroupQueryAttention"] == staged.config.num_layers
 

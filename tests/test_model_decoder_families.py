@@ -17,6 +17,7 @@ from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_che
 from graphport.model_def.config import BlockConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.huggingface import read_folder_config
+from graphport.model_def.position_config import AlibiBias
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
@@ -66,6 +67,8 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
         if name.startswith("deepseek") and isinstance(block.feed_forward, ExpertsConfig):
             router = dataclasses.replace(block.feed_forward.router, **ROUTER_FAULTS[name])
             return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, router=router))
+        if name == "falcon with alibi":
+            return dataclasses.replace(block, attention=dataclasses.replace(attention, scale=0.3))
         if name == "granite":
             return dataclasses.replace(block, residual_scale=1.0)
         if name == "cohere":
@@ -86,14 +89,16 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
     if name == "gpt2 scaled by layer":
         attention = dataclasses.replace(blocks[1].attention, scale=None)
         blocks = (blocks[0], dataclasses.replace(blocks[1], attention=attention))
-    return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=blocks))
+    bias = AlibiBias(rounded=True) if name == "bloom" else checkpoint.config.relative_bias
+    config = dataclasses.replace(checkpoint.config, blocks=blocks, relative_bias=bias)
+    return dataclasses.replace(checkpoint, config=config)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("falcon new", "gpt_neox", "gpt_neox serial", "granite", "cohere", "gemma2", "gemma3_text", "smollm3"),
-        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo", *ROUTER_FAULTS),
+        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo", "falcon with alibi", "bloom", *ROUTER_FAULTS),
     ],
 )
 def test_b25_b44_a_family_read_without_what_is_its_own_is_rejected(name: str, folder: Folders) -> None:
@@ -243,11 +248,12 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("falcon", {"alibi": True}, "not supported for model_type falcon .* alibi = True"),
+        ("falcon", {"alibi": 1}, "alibi must be true or false, got 1"),
+        ("bloom", {"slow_but_exact": True}, "model_type bloom .* slow_but_exact = True"),
         ("falcon new", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3 with new_decoder_architecture True"),
         ("falcon", {"num_attention_heads": 7}, r"hidden_size \(96\) is no multiple of num_attention_heads \(7\)$"),
         ("falcon new", {"num_kv_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
-        ("opt", {"word_embed_proj_dim": 48}, r"word_embed_proj_dim \(48\) differs from hidden_size \(96\)"),
+        ("opt", {"word_embed_proj_dim": 48}, r"missing: model.decoder.project_in.weight"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
         ("stablelm", {"qk_layernorm": True}, r"missing: .*self_attn.k_layernorm.norms.0.weight"),
         ("stablelm", {"num_key_value_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),

@@ -106,7 +106,7 @@ class Decoder:
     `residual_norm` is the number of sums that a norm reads, `gated` and `experts` that of gated feed-forwards that
     every token runs and of mixtures of experts, `packed_qkv` that of projections in one matrix, all counted by hand.
     `window` and `switch`: the length beyond which the model would be read wrongly if the window or the scaling were
-    ignored.
+    ignored. `attention`: transformers' own, of which eager adds Falcon's ALiBi twice (5.24, by the mask too).
     """
 
     model_type: str
@@ -117,6 +117,7 @@ class Decoder:
     experts: int = 0
     window: int | None = None
     switch: int | None = None
+    attention: str = "eager"
 
 
 DECODERS: Mapping[str, Decoder] = {
@@ -376,6 +377,12 @@ DECODERS: Mapping[str, Decoder] = {
     "opt post-norm": Decoder(
         model_type="opt", values={**_OPT, "do_layer_norm_before": False}, residual_norm=4, gated=0
     ),
+    "opt with narrow ids": Decoder(
+        model_type="opt",
+        values={**_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+        residual_norm=4,
+        gated=0,
+    ),
     "falcon": Decoder(model_type="falcon", values={**_FALCON, **_theta(100.0)}, residual_norm=2, gated=0),
     "falcon serial": Decoder(
         model_type="falcon",
@@ -386,6 +393,22 @@ DECODERS: Mapping[str, Decoder] = {
         model_type="falcon",
         values={**_FALCON, **_theta(100.0), "new_decoder_architecture": True, "num_kv_heads": 2},
         residual_norm=2,
+        gated=0,
+    ),
+    "falcon with alibi": Decoder(
+        model_type="falcon",
+        values={**_FALCON, "alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+        gated=0,
+        attention="sdpa",
+    ),
+    "bloom": Decoder(
+        model_type="bloom",
+        values={
+            **{key: _OWN_HEADS[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id")},
+            "n_layer": 2,
+            "n_head": 6,
+            "seq_length": POSITIONS,
+        },
         gated=0,
     ),
     "falcon new, one norm": Decoder(
@@ -409,8 +432,8 @@ def make_decoder(name: str, seed: int = 0) -> Any:
     """The transformers model of DECODERS[name]; shared, so leave it as it is."""
     decoder = DECODERS[name]
     config = AutoConfig.for_model(decoder.model_type, **decoder.values)
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    config._attn_implementation, config._experts_implementation = decoder.attention, "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=decoder.attention).eval()
     generator = torch.Generator().manual_seed(seed)
     corrections = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
     with torch.no_grad():
