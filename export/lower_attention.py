@@ -121,8 +121,9 @@ def _distance_bias(model: ir.Model, node: ir.Node) -> ir.Value | None:
     inputs = [node.inputs[0], node.inputs[5]]
     positions = new_node(node, "Positions", inputs, domain=DOMAIN, name=f"{node.name}_positions").outputs[0]
     columns = new_node(node, "Cast", [total], {"to": int(ir.DataType.INT64)}, name=f"{node.name}_columns").outputs[0]
-    operands, by_key = [table, positions, columns], {"by_key": node.attributes["by_key"].as_int()}
-    bias = new_node(node, "DistanceBias", operands, by_key, domain=DOMAIN, name=f"{node.name}_bias")
+    by_key = node.attributes["by_key"].as_int()
+    operands = [table, positions, columns]
+    bias = new_node(node, "DistanceBias", operands, {"by_key": by_key}, domain=DOMAIN, name=f"{node.name}_bias")
     return bias.outputs[0]
 
 
