@@ -1,0 +1,101 @@
+"""GGUF architectures beside llama, qwen and gemma3, written as llama.cpp's converter does, equal transformers."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from parity import RELATIVE_TOLERANCES
+from tiny_checkpoints import relative_difference, token_ids, write_gguf
+from tiny_decoders import DECODERS, make_decoder
+from transformers import SmolLM3Config, SmolLM3ForCausalLM
+
+from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+
+TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
+NAMES = ("gemma", "gemma2", "granite", "olmo2", "smollm3")
+
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def _model(name: str) -> Any:
+    if name != "smollm3":
+        model = copy.deepcopy(make_decoder(name))
+    else:  # which layers rotate is fixed in llama.cpp: all but every fourth
+        values = DECODERS[name].values | {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
+        torch.manual_seed(0)
+        model = SmolLM3ForCausalLM(SmolLM3Config(**values)).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    if name == "gemma2":
+        model.config.query_pre_attn_scalar = model.config.head_dim  # of the sizes that llama.cpp scales so
+        for layer in model.model.layers:
+            layer.self_attn.scaling = model.config.head_dim**-0.5
+    return model
+
+
+def _metadata(name: str, config: Any) -> Edit:
+    def add(writer: gguf.GGUFWriter) -> None:
+        if name == "gemma2":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if name == "granite":
+            writer.add_attention_scale(config.attention_multiplier)
+            writer.add_embedding_scale(config.embedding_multiplier)
+            writer.add_residual_scale(config.residual_multiplier)
+            writer.add_logit_scale(config.logits_scaling)
+
+    return add
+
+
+def _written(name: str, path: Path, model: Any) -> Path:
+    return write_gguf(path / "x.gguf", model, edit=_metadata(name, model.config))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_architecture_equals_transformers_and_keeps_its_matrices(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    checkpoint = load_checkpoint(_written(name, tmp_path, model))
+    for length in (4, 12, 40):
+        found = relative_difference(checkpoint, model, token_ids(length))
+        assert found < TOLERANCE, f"{length} tokens: {found}"
+    assert "blocks.0.attention.query.weight" in checkpoint.stored
+
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"embedding_scale": 1.0},
+    "gemma2": {"logit_softcap": None},
+    "granite": {"logit_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_architecture_read_without_what_is_its_own_is_rejected(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    checkpoint = load_checkpoint(_written(name, tmp_path, model))
+    broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **FAULTS[name]))
+    assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+def test_a_smollm3_whose_fourth_layer_rotates_is_rejected(tmp_path: Path) -> None:
+    model = _model("smollm3")
+    checkpoint = load_checkpoint(_written("smollm3", tmp_path, model))
+    blocks = list(checkpoint.config.blocks)
+    assert [block.attention.rotary is None for block in blocks] == [False, False, False, True, False]
+    blocks[3] = blocks[0]
+    broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=tuple(blocks)))
+    assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+def test_metadata_that_an_architecture_needs_or_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="gemma2 caps scores and logits; attn_logit_softcapping and"):
+        load_checkpoint(write_gguf(tmp_path / "gemma2.gguf", _model("gemma2")))
+    windowed = write_gguf(tmp_path / "olmo2.gguf", _model("olmo2"), edit=lambda writer: writer.add_sliding_window(5))
+    with pytest.raises(CheckpointError, match=r"not supported .* olmo2.attention.sliding_window = 5"):
+        load_checkpoint(windowed)
