@@ -53,6 +53,10 @@ _BLOCK_NAMES = {
     "feed_forward.gate": "ffn_gate",
     "feed_forward.up": "ffn_up",
     "feed_forward.down": "ffn_down",
+    "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.experts.gate": "ffn_gate_exps",
+    "feed_forward.experts.up": "ffn_up_exps",
+    "feed_forward.experts.down": "ffn_down_exps",
 }
 
 _BEGIN_KEY, _PADDING_KEY = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.padding_token_id"

@@ -17,6 +17,7 @@ from graphport.model_def.config import (
     NormOrder,
     TransformerConfig,
 )
+from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.gguf_keys import GgufKeys
 from graphport.model_def.gguf_rotary import read_rotary, read_window_rotary
@@ -34,7 +35,8 @@ class Architecture:
     stated. `wide_scale_layers`: the depth of the one model whose scores are scaled by hidden size / heads.
     `is_permuted`: the converter reorders the rows of q and k for interleaved rotation. `unrotated_period` n: every n-th
     layer does not rotate. `softcaps`: scores and logits are capped, as the metadata must say. `has_scales`: embeddings,
-    residuals and logits are scaled, as it may say (logits are divided).
+    residuals and logits are scaled, as it may say (logits are divided). `may_have_experts`: where the metadata counts
+    experts, every layer has a mixture, whose chosen weights add up to 1.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Architecture:
     softcaps: bool = False
     has_scales: bool = False
     has_window: bool = True
+    may_have_experts: bool = False
     activation: Activation = "silu"
     norm_order: NormOrder = "pre"
     scales_embedding: bool = False
@@ -56,7 +59,7 @@ class Architecture:
 
 # as in llama.cpp's src/llama-model.cpp; norm weights of gemmas are stored with 1 added, so they are plain here
 ARCHITECTURES = (
-    Architecture(name="llama", is_permuted=True),
+    Architecture(name="llama", is_permuted=True, may_have_experts=True),
     Architecture(name="granite", is_permuted=True, has_scales=True),
     Architecture(name="smollm3", is_permuted=True, unrotated_period=4),
     Architecture(name="olmo2", qk_norm=True, qk_norm_over="width", norm_order="output", has_window=False),
@@ -72,6 +75,7 @@ ARCHITECTURES = (
     ),
     Architecture(name="qwen2", always_qkv_bias=True),
     Architecture(name="qwen3", qk_norm=True),
+    Architecture(name="qwen3moe", qk_norm=True, may_have_experts=True),
     Architecture(
         name="gemma3",
         qk_norm=True,
@@ -125,7 +129,8 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     blocks = tuple(
         BlockConfig(
             attention=attention,
-            feed_forward=FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
+            feed_forward=_experts(keys, architecture, width)
+            or FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
             norm=norm,
             norm_order=architecture.norm_order,
             residual_scale=residual_scale,
@@ -193,6 +198,17 @@ def _check_keys(keys: GgufKeys) -> list[str]:
             f"{keys.file.path}: metadata that is not supported and may change the computation: {'; '.join(refused)}"
         )
     return [f"ignored metadata keys: {', '.join(sorted(ignored))}"] if ignored else []
+
+
+def _experts(keys: GgufKeys, architecture: Architecture, width: int) -> ExpertsConfig | None:
+    """The mixture of experts of every layer; `width` is that of an expert where the metadata has none of its own."""
+    if not architecture.may_have_experts or not keys.get("expert_count"):
+        return None
+    return ExpertsConfig(
+        num_experts=keys.integer("expert_count"),
+        num_chosen=keys.integer("expert_used_count"),
+        width=keys.per_layer("expert_feed_forward_length", 1, width)[0],
+    )
 
 
 def _vocab_size(keys: GgufKeys) -> int:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,57 @@ import torch
 from parity import RELATIVE_TOLERANCES
 from tiny_checkpoints import relative_difference, token_ids, write_gguf
 from tiny_decoders import DECODERS, make_decoder
-from transformers import SmolLM3Config, SmolLM3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 
+_QWEN = ("model.layers.{}.mlp.experts.{}_proj.weight", ("gate", "up", "down"))
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
-NAMES = ("gemma", "gemma2", "granite", "olmo2", "smollm3")
+NAMES = ("gemma", "gemma2", "granite", "olmo2", "smollm3", "mixtral", "qwen3_moe")
+EXPERTS = {"mixtral": ("layers.{}.feed_forward.experts.w{}.weight", "132"), "qwen3_moe": _QWEN}
 
 Edit = Callable[[gguf.GGUFWriter], None]
 
 
+def _random(model: Any) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.15)
+    return model.eval()
+
+
+class _Split:
+    """A model whose experts have a tensor each for gate, up and down, as the converter joins them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.config = model, model.config
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        name, parts = EXPERTS[self.config.model_type]
+        for path, parameter in self.model.named_parameters():
+            if ".experts." not in path:
+                yield path, parameter
+                continue
+            layer = path.split(".")[2]
+            matrices = parameter.chunk(2, dim=1) if "gate_up" in path else [parameter]
+            for part, matrix in zip(parts[:2] if "gate_up" in path else parts[2:], matrices, strict=True):
+                yield name.format(layer, part), matrix.clone()
+
+
 def _model(name: str) -> Any:
-    if name != "smollm3":
+    if name in EXPERTS:  # in llama.cpp every layer has them, and none of these has a window
+        changes = (
+            {"decoder_sparse_step": 1, "attention_bias": False} if name == "qwen3_moe" else {"sliding_window": None}
+        )
+        config = AutoConfig.for_model(name, **DECODERS[name].values | changes)
+        config._experts_implementation = "eager"
+        model = _random(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    elif name != "smollm3":
         model = copy.deepcopy(make_decoder(name))
     else:  # which layers rotate is fixed in llama.cpp: all but every fourth
         values = DECODERS[name].values | {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}
-        torch.manual_seed(0)
-        model = SmolLM3ForCausalLM(SmolLM3Config(**values)).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter), alpha=0.15)
+        model = _random(SmolLM3ForCausalLM(SmolLM3Config(**values)))
     if name == "gemma2":
         model.config.query_pre_attn_scalar = model.config.head_dim  # of the sizes that llama.cpp scales so
         for layer in model.model.layers:
@@ -45,6 +76,11 @@ def _metadata(name: str, config: Any) -> Edit:
             writer.add_sliding_window(config.sliding_window)
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if name in EXPERTS:
+            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+        if name == "qwen3_moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if name == "granite":
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)
@@ -55,7 +91,8 @@ def _metadata(name: str, config: Any) -> Edit:
 
 
 def _written(name: str, path: Path, model: Any) -> Path:
-    return write_gguf(path / "x.gguf", model, edit=_metadata(name, model.config))
+    written = _Split(model) if name in EXPERTS else model
+    return write_gguf(path / "x.gguf", written, edit=_metadata(name, model.config))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,6 +117,17 @@ def test_an_architecture_read_without_what_is_its_own_is_rejected(name: str, tmp
     model = _model(name)
     checkpoint = load_checkpoint(_written(name, tmp_path, model))
     broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **FAULTS[name]))
+    assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_that_change_places_are_rejected(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    checkpoint = load_checkpoint(_written(name, tmp_path, model))
+    weights = dict(checkpoint.weights)
+    gate, up = (f"blocks.0.feed_forward.experts.{part}.weight" for part in ("gate", "up"))
+    weights[gate], weights[up] = weights[up], weights[gate]
+    broken = dataclasses.replace(checkpoint, weights=weights)
     assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
 
 

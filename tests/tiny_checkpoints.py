@@ -157,7 +157,9 @@ def write_gguf(
     blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
-    architecture = config.model_type.removesuffix("_text")
+    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
+        config.model_type, config.model_type.removesuffix("_text")
+    )
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -169,7 +171,7 @@ def write_gguf(
             values = parameter.numpy().copy()
             rows = np.arange(len(values))
             module = name.split(".")[-2]
-            if config.model_type in ("llama", "granite", "smollm3") and module in heads:
+            if architecture in ("llama", "granite", "smollm3") and module in heads:
                 rows = converter_rows(heads[module], head_dim)
             tensor_kind = gguf.GGMLQuantizationType.F32
             if values.ndim == 2:
