@@ -12,7 +12,8 @@ from typing import Any
 import test_export_decoder_families as stages
 import test_export_encoder_decoders as pairs
 import test_model_decoder_families as reading
-from tiny_decoders import DECODERS, Decoder, make_decoder
+from tiny_decoder_values import Decoder
+from tiny_decoders import DECODERS, make_decoder
 from tiny_encoder_decoders import SHAPES, make_encoder_decoder
 from tiny_models import decode_length
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from parity import assert_parity, assert_same_choice
 from tiny_checkpoints import token_ids
-from tiny_decoders import DECODERS, VOCAB, Decoder, decoder_logits, make_decoder
+from tiny_decoder_values import VOCAB, Decoder
+from tiny_decoders import DECODERS, decoder_logits, make_decoder
 from tiny_models import decode_length
 
 import graphport.export.model_export as export_module
