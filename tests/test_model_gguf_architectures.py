@@ -144,6 +144,9 @@ def test_a_smollm3_whose_fourth_layer_rotates_is_rejected(tmp_path: Path) -> Non
 def test_metadata_that_an_architecture_needs_or_does_not_have_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="gemma2 caps scores and logits; attn_logit_softcapping and"):
         load_checkpoint(write_gguf(tmp_path / "gemma2.gguf", _model("gemma2")))
+    with_experts = write_gguf(tmp_path / "gemma.gguf", _model("gemma"), edit=lambda writer: writer.add_expert_count(8))
+    with pytest.raises(CheckpointError, match=r"not supported .* gemma.expert_count = 8"):
+        load_checkpoint(with_experts)
     windowed = write_gguf(tmp_path / "olmo2.gguf", _model("olmo2"), edit=lambda writer: writer.add_sliding_window(5))
     with pytest.raises(CheckpointError, match=r"not supported .* olmo2.attention.sliding_window = 5"):
         load_checkpoint(windowed)
