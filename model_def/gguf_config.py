@@ -234,7 +234,7 @@ def _attentions(
 ) -> list[AttentionConfig]:
     num_heads = keys.per_layer("attention.head_count", num_layers)
     num_kv_heads = keys.per_layer("attention.head_count_kv", num_layers, num_heads[0])
-    if "attention.key_length" not in keys.file.metadata and hidden_size % num_heads[0]:
+    if keys.get("attention.key_length") is None and hidden_size % num_heads[0]:
         raise CheckpointError(
             f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads[0]}) and "
             "attention.key_length is absent"

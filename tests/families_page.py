@@ -55,8 +55,9 @@ A parallel block adds attention and feed-forward to the stream in two sums; the 
 with the norm of the block after it. Where only outputs are normed (OLMo 2), only the last sum is.
 
 Experts become one MoE node a layer, and QMoE in int8 and int4: nearest rounding in blocks of 32, not calibrated. The
-router and the gate of a shared feed-forward stay floats. Experts whose widths are no multiples of 32 stay floats too;
-the report says so, and `--require-fused experts=all` refuses them. On the CPU 8-bit experts round activations to 8 bits
+router and the gate of a shared feed-forward stay floats. Experts whose widths are no multiples of 32 stay floats too,
+and so do those of a GGUF file in `--precision gguf`, exact and larger; the report says so, and `--require-fused
+experts=all` refuses them. On the CPU 8-bit experts round activations to 8 bits
 whatever `--accuracy-level` says. A token near the border of two experts may choose the other one once anything is
 rounded. Files may have a tensor for each expert or transformers 5's one for all. Routers that choose among groups, by
 sigmoids or with a correction (DeepSeek) are standard ops in front of that node: they give it scores of which it can

@@ -14,6 +14,7 @@ from tiny_checkpoints import relative_difference, token_ids, write_gguf
 from tiny_decoders import DECODERS, make_decoder
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
+from graphport.export.model_export import export
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 
 _QWEN = ("model.layers.{}.mlp.experts.{}_proj.weight", ("gate", "up", "down"))
@@ -50,12 +51,12 @@ class _Split:
                 yield name.format(layer, part), matrix.clone()
 
 
-def _model(name: str) -> Any:
+def _model(name: str, **sizes: int) -> Any:
     if name in EXPERTS:  # in llama.cpp every layer has them, and none of these has a window
         changes = (
             {"decoder_sparse_step": 1, "attention_bias": False} if name == "qwen3_moe" else {"sliding_window": None}
         )
-        config = AutoConfig.for_model(name, **DECODERS[name].values | changes)
+        config = AutoConfig.for_model(name, **DECODERS[name].values | changes | sizes)
         config._experts_implementation = "eager"
         model = _random(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     elif name != "smollm3":
@@ -118,6 +119,21 @@ def test_an_architecture_read_without_what_is_its_own_is_rejected(name: str, tmp
     checkpoint = load_checkpoint(_written(name, tmp_path, model))
     broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **FAULTS[name]))
     assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+def test_quantised_experts_are_read_and_exported_exactly(tmp_path: Path) -> None:
+    model = _model("qwen3_moe", hidden_size=64, moe_intermediate_size=32)
+    metadata = _metadata("qwen3_moe", model.config)
+    path = write_gguf(tmp_path / "x.gguf", _Split(model), kind=gguf.GGMLQuantizationType.Q8_0, edit=metadata)
+    checkpoint = load_checkpoint(path)
+    experts = model.state_dict()["model.layers.0.mlp.experts.gate_up_proj"]
+    gate, up = (checkpoint.weights[f"blocks.0.feed_forward.experts.{part}.weight"] for part in ("gate", "up"))
+    error = float((torch.cat((gate, up), dim=1) - experts).abs().max())
+    assert 0 < error < float(experts.abs().max()) / 127
+    bundle = export(path, tmp_path / "bundle", precision="gguf", context=24)
+    assert bundle.fusions["experts"] == 2
+    assert bundle.certificate
+    assert all(check.passed for check in bundle.certificate)
 
 
 @pytest.mark.parametrize("name", EXPERTS)

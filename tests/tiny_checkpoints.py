@@ -174,7 +174,7 @@ def write_gguf(
             if architecture in ("llama", "granite", "smollm3") and module in heads:
                 rows = converter_rows(heads[module], head_dim)
             tensor_kind = gguf.GGMLQuantizationType.F32
-            if values.ndim == 2:
+            if values.ndim >= 2:
                 tensor_kind = kind(name) if callable(kind) else kind
             added = np.float32(architecture.startswith("gemma") and "norm" in name)
             blocks = _blocks(values[rows] + added, tensor_kind)
