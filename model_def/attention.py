@@ -138,6 +138,7 @@ class Attention(nn.Module):
             config.softmax_scale,
             config.softcap or 0.0,
             self._is_interleaved(),
+            config.causal,
         )
         output: Tensor = self.output(attended)
         return output

@@ -258,10 +258,10 @@ class TransformerConfig:
             require_count("token_types", self.token_types)
         if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
             raise ConfigError("a relative bias is shared by layers of one number of heads")
-        if (self.pooling or self.classifier) and self.is_causal:
-            raise ConfigError(
-                "pooling and classifiers are for encoders, whose blocks are bidirectional; these are causal"
-            )
+        if self.classifier and self.is_causal:
+            raise ConfigError("classifiers are for encoders whose blocks are bidirectional; these are causal")
+        if self.pooling and self.is_causal and self.head != "none":
+            raise ConfigError("what pools gives one vector a text and has no vocabulary head; use head='none'")
         if self.pooling and self.classifier:
             raise ConfigError("an encoder has pooling or a classifier, not both")
 
@@ -300,8 +300,13 @@ class TransformerConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether positions see only earlier ones (a decoder, with a KV cache)."""
+        """Whether positions see only earlier ones."""
         return self.blocks[0].attention.causal
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it goes on with a text over a KV cache: causal blocks whose states are not pooled to one vector."""
+        return self.is_causal and self.pooling is None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is its inverse."""

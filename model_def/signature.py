@@ -23,6 +23,7 @@ Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
+TOWERS_KIND = "two_towers"  # what a manifest says that joins two bundles (see `towers.py`)
 
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
@@ -220,7 +221,7 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     `input_ids` int64 [batch, sequence]; `lengths` int32 [batch], the real tokens of each row, which come first (padding
     before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
     `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
-    [batch, hidden] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
+    [batch, dimension] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
     each token, where it classifies.
     """
     inputs = [
@@ -232,7 +233,9 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     width = config.hidden_size
     outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", "sequence", width))]
     if config.pooling is not None:
-        outputs.append(TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", width)))
+        outputs.append(
+            TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", config.pooling.vector_width(width)))
+        )
     if config.classifier is not None:
         tokens = ("sequence",) if config.classifier.per_token else ()
         shape = ("batch", *tokens, len(config.classifier.labels))
@@ -344,6 +347,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise ManifestError(
                 f"{path} has format {written}, this graphport reads {MANIFEST_FORMAT}; export the bundle again"
             )
+        if data.get("kind") == TOWERS_KIND:
+            raise ManifestError(
+                f"{folder} holds two bundles, of texts and of images; give {folder}/text or {folder}/images"
+            )
         return _manifest(data)
     except ManifestError:
         raise
@@ -385,9 +392,9 @@ def _require_plausible(manifest: Manifest) -> None:
         raise ValueError(
             f"kind is {manifest.kind}, but the configuration has {'no' if config.encoder is None else 'an'} encoder"
         )
-    if (manifest.kind in ("decoder", "encoder_decoder")) != config.is_causal:
+    if (manifest.kind in ("decoder", "encoder_decoder")) != config.is_decoder:
         raise ValueError(
-            f"kind is {manifest.kind}, but the configuration is {'' if config.is_causal else 'not '}causal"
+            f"kind is {manifest.kind}, but the configuration is {'' if config.is_decoder else 'not '}a decoder's"
         )
     if (manifest.kind == "image_encoder") != (config.image is not None):
         reads = "no images" if config.image is None else "images"

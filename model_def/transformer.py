@@ -18,6 +18,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
+from graphport.model_def.pooling import Pooling
 from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition, length_switch
 from graphport.model_def.positions import causal_buckets, relative_buckets, rotary_tables, sinusoidal_table
 
@@ -46,6 +47,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(block, config.hidden_size, source_size) for block in config.blocks)
         self.encoder = None if config.encoder is None else Transformer(config.encoder)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.pooling = Pooling(config.pooling, config.hidden_size) if config.pooling else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.head: Head | None = Head(config) if config.head != "none" else None
         self.image_readout: ImageReadout | None = None
@@ -287,7 +289,7 @@ def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def check_can_decode(config: TransformerConfig, max_length: int) -> None:
     """Raise ConfigError unless `config` can be decoded with a cache up to `max_length` positions."""
-    if not config.is_causal or config.head == "none":
+    if not config.is_decoder or config.head == "none":
         raise ConfigError("a cached decoder needs causal attention and a head; this config describes an encoder")
     if not 1 <= max_length <= config.max_positions:
         raise ConfigError(

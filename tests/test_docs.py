@@ -8,7 +8,7 @@ import pytest
 import typer
 from PIL import Image
 from tiny_encoder_decoders import language_tokenizer, make_encoder_decoder
-from tiny_encoders import make_encoder, save_sentence_folder
+from tiny_encoders import make_encoder, save_sentence_folder, word_piece
 from tiny_sources import write_tiny_source
 from tiny_vision import make_vision, save_vision_folder
 
@@ -47,6 +47,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_encoder_decoder("mbart").save_pretrained(folder / "translator")
     language_tokenizer().save(str(folder / "translator/tokenizer.json"))
     save_vision_folder(folder / "clip", make_vision("clip"))
+    word_piece().save(str(folder / "clip/tokenizer.json"))
     save_vision_folder(folder / "vit", make_vision("vit classifier"))
     Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")
     export(folder / "model.gguf", folder / "build/model", precision="int8")
