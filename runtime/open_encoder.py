@@ -101,7 +101,7 @@ class OpenEncoder:
 def normalized(vectors: Rows) -> Rows:
     """Vectors [n, D] scaled to length 1; one of zeros stays."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: Rows = vectors / np.where(lengths > 0, lengths, np.float32(1))
+    scaled: Rows = vectors / np.where(lengths > 0, lengths, 1).astype(np.float32)
     return scaled
 
 

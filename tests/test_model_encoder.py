@@ -88,7 +88,7 @@ def test_b129_b130_pooling_reads_the_real_tokens_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("config", "length", "reason"),
     [
-        (tiny_configs()["learned"], 8, "an encoder needs bidirectional attention or pooling; this config describes a decoder"),
+        (tiny_configs()["learned"], 8, "needs bidirectional attention or pooling; this config describes a decoder"),
         (tiny_encoder_configs()["encoder_with_head"], 8, "leave its vocabulary head out"),
         (tiny_encoder_configs()["encoder_bert"], 65, r"max_length \(65\) must lie in 1 .. max_positions \(64\)"),
     ],
