@@ -103,7 +103,10 @@ def eager_states(model: Transformer, rows: Sequence[Row]) -> States:
             if model.pooling is not None:
                 read_out.append(model.pooling(states, ids, torch.tensor([len(row.ids)], dtype=torch.int32))[0].numpy())
             if model.classifier is not None:
-                read_out.append(model.classifier(states)[0].numpy())
+                lengths = torch.tensor([len(row.ids)], dtype=torch.int32)
+                read_out.append(model.classifier(states, lengths)[0].numpy())
+            if model.masked_head is not None:
+                read_out.append(model.masked_head(states[0], model.embedding.weight).numpy())
     return States(hidden, read_out or None)
 
 

@@ -25,7 +25,7 @@ from graphport.model_def.position_config import (
     require_count,
     require_positive,
 )
-from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
+from graphport.model_def.readout_config import ClassifierConfig, MaskedHeadConfig, PoolingConfig
 from graphport.model_def.vision_config import (
     AttentionPoolConfig,
     ImageConfig,
@@ -199,9 +199,9 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
-    place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
-    cross-attention reads: this stack is the decoder of an encoder-decoder.
+    `pooling`, `classifier` and `masked_head` are an encoder's; one of them at most. With `image` the stack reads
+    patches of images in place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states
+    the blocks' cross-attention reads: this stack is the decoder of an encoder-decoder.
     """
 
     vocab_size: int
@@ -221,6 +221,7 @@ class TransformerConfig:
     logit_softcap: float | None = None
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
+    masked_head: MaskedHeadConfig | None = None
     image: ImageConfig | None = None
     encoder: "TransformerConfig | None" = None
 
@@ -258,12 +259,19 @@ class TransformerConfig:
             require_count("token_types", self.token_types)
         if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
             raise ConfigError("a relative bias is shared by layers of one number of heads")
-        if self.classifier and self.is_causal:
-            raise ConfigError("classifiers are for encoders whose blocks are bidirectional; these are causal")
+        if (self.classifier or self.masked_head) and self.is_causal:
+            raise ConfigError(
+                "classifiers and masked heads are for encoders whose blocks are bidirectional; these are causal"
+            )
         if self.pooling and self.is_causal and self.head != "none":
             raise ConfigError("what pools gives one vector a text and has no vocabulary head; use head='none'")
-        if self.pooling and self.classifier:
-            raise ConfigError("an encoder has pooling or a classifier, not both")
+        if sum(map(bool, (self.pooling, self.classifier, self.masked_head))) > 1:
+            raise ConfigError("an encoder has pooling, a classifier or a masked head, not two of them")
+        if self.masked_head and self.masked_head.width != (self.embedding_width or self.hidden_size):
+            raise ConfigError(
+                f"a masked head scores by the embeddings of {self.embedding_width or self.hidden_size} channels, its "
+                f"width is {self.masked_head.width}"
+            )
 
     def _check_source(self) -> None:
         """A decoder that reads a source and its encoder belong together."""
@@ -282,7 +290,7 @@ class TransformerConfig:
     def _check_image(self, image: ImageConfig) -> None:
         """What reads patches has nothing that belongs to ids."""
         ids = (self.vocab_size, self.token_types, self.position, self.relative_bias, self.embedding_width)
-        if any(ids) or self.head != "none" or self.pooling or self.classifier or self.is_causal:
+        if any(ids) or self.head != "none" or self.pooling or self.classifier or self.masked_head or self.is_causal:
             raise ConfigError(
                 "an image encoder has bidirectional blocks, vocab_size 0, head 'none', its positions and what is read "
                 "out in `image`, and no token types"
@@ -341,6 +349,7 @@ _RECORDS = {
         BlockConfig,
         PoolingConfig,
         ClassifierConfig,
+        MaskedHeadConfig,
         AttentionPoolConfig,
         ImageReadoutConfig,
         PreprocessingConfig,

@@ -12,7 +12,7 @@ from graphport.model_def.attention import RotaryTables
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import ConfigError, length_switch
 from graphport.model_def.positions import relative_buckets
-from graphport.model_def.transformer import Transformer
+from graphport.model_def.transformer import Transformer, select_rows
 
 
 class Encoder(nn.Module):
@@ -33,13 +33,17 @@ class Encoder(nn.Module):
         if model.config.relative_bias is not None:
             self.register_buffer("buckets", relative_buckets(model.config.relative_bias, max_length), persistent=False)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:
-        """input_ids int64 [B, S], lengths int32 [B], token_types int64 [B, S] to hidden states float32 [B, S, W].
+    def forward(self, input_ids: Tensor, lengths: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """input_ids int64 [B, S], lengths int32 [B] to hidden states float32 [B, S, W].
+
+        `others`: token_types int64 [B, S] where there are several, then logits_rows int64 [R] of a masked head.
 
         With pooling also embeddings float32 [B, D], not normalised; with a classifier logits float32 [B, L], or
-        [B, S, L] per token. Hidden states and logits beyond a row's length are unspecified.
+        [B, S, L] per token; with a masked head logits float32 [R, V] of the rows of the flattened states. Hidden states
+        and logits beyond a row's length are unspecified.
         """
         length = input_ids.shape[1]
+        token_types = others[0] if others and self.model.config.token_types > 1 else None
         x = self.model.embed(input_ids, arange(length), token_types)
         biases = self._biases(length)
         for layer, block in enumerate(self.model.layers):
@@ -48,7 +52,10 @@ class Encoder(nn.Module):
         x = self.model.read_out(x)
         hidden = x.to(float32)
         if self.model.classifier is not None:
-            return hidden, self.model.classifier(x).to(float32)
+            return hidden, self.model.classifier(x, lengths).to(float32)
+        if self.model.masked_head is not None:
+            rows = select_rows(x, others[-1])
+            return hidden, self.model.masked_head(rows, self.model.embedding.weight).to(float32)
         pooling = self.model.pooling
         return (hidden,) if pooling is None else (hidden, pooling(x, input_ids, lengths).to(float32))
 

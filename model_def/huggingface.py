@@ -19,15 +19,16 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily, find_encoder_decoder_family
 from graphport.model_def.encoder_decoder_tensors import StoredEncoderDecoder
-from graphport.model_def.encoder_tensors import find_encoder_tensors
+from graphport.model_def.encoder_tensors import check_tied, find_encoder_tensors
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
 from graphport.model_def.huggingface_forced_tokens import read_forced_tokens
-from graphport.model_def.huggingface_heads import read_classifier
+from graphport.model_def.huggingface_heads import read_classifier, read_masked_head
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
+    read_mask_id,
     read_special_tokens,
     read_tokenizer_json,
 )
@@ -187,6 +188,7 @@ def _load_encoder(
     name: str | None,
 ) -> Checkpoint:
     files = files or find_weight_files(folder)
+    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     tower = find_text_tower(family.model_type)
     recipe, head = None, {}
     try:
@@ -198,15 +200,19 @@ def _load_encoder(
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
     if tower is None:
-        classifier = None if (folder / MODULES_FILE).is_file() else read_classifier(values)
-        if classifier is None:
+        embeds = (folder / MODULES_FILE).is_file()
+        classifier = None if embeds else read_classifier(values)
+        masked = None if embeds else read_masked_head(values, config, read_mask_id(folder, tokenizer_json))
+        if classifier is not None:
+            config, head = dataclasses.replace(config, pooling=None, classifier=classifier[0]), classifier[1]
+        elif masked is not None:
+            check_tied(folder, files, family)
+            config, head = dataclasses.replace(config, pooling=None, masked_head=masked[0]), masked[1]
+        else:
             recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
             config = dataclasses.replace(config, pooling=recipe.pooling)
-        else:
-            config, head = dataclasses.replace(config, pooling=None, classifier=classifier[0]), classifier[1]
     shapes = parameter_shapes(config)
     parts, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes, head)
-    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
     return Checkpoint(
         config=config,

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from graphport.model_def.position_config import ConfigError, require_choice, require_count, require_positive
 
 PoolingKind = Literal["mean", "mean_sqrt", "cls", "last", "max"]
-Transform = Literal["tanh", "relu", "gelu"]
+Transform = Literal["tanh", "relu", "gelu", "gelu_tanh", "silu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,21 +48,52 @@ class PoolingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassifierConfig:
-    """Scores of `labels`, of each token or (`per_token` False) of the text by its first token.
+    """Scores of `labels`, of each token or (`per_token` False) of the text by its first token, or by `pooling`'s mean.
 
-    Scores are output(x), or output(transform(dense(x))). `multi_label`: labels do not exclude each other.
+    Scores are output(x), or output(norm(transform(dense(x)))), the norm where it has an `epsilon`. `multi_label`:
+    labels do not exclude each other.
     """
 
     labels: tuple[str, ...]
     per_token: bool = False
     transform: Transform | None = None
     multi_label: bool = False
+    pooling: Literal["cls", "mean"] = "cls"
+    dense_bias: bool = True
+    epsilon: float | None = None
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
         if not self.labels or not all(isinstance(label, str) for label in self.labels):
             raise ConfigError(f"a classifier needs at least one label, all of them texts; got {self.labels!r}")
         if self.transform is not None:
             require_choice("classifier transform", self.transform, get_args(Transform))
+        require_choice("classifier pooling", self.pooling, ("cls", "mean"))
+        if self.epsilon is not None:
+            require_positive("classifier epsilon", self.epsilon)
+            if self.transform is None:
+                raise ConfigError("a classifier's norm reads its dense layer; give transform")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedHeadConfig:
+    """Scores of what stands in a text's masked places: embedding @ norm(transform(dense(x))) + bias.
+
+    `width`: of the dense layer, the embeddings'. `mask_id`: the token that marks a place, None where none is known.
+    """
+
+    width: int
+    transform: Transform
+    epsilon: float
+    dense_bias: bool = True
+    norm_bias: bool = True
+    output_bias: bool = True
+    mask_id: int | None = None
+
+    def __post_init__(self) -> None:
+        require_count("masked head width", self.width)
+        require_choice("masked head transform", self.transform, get_args(Transform))
+        require_positive("masked head epsilon", self.epsilon)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

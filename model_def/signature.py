@@ -222,7 +222,8 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
     `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
     [batch, dimension] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
-    each token, where it classifies.
+    each token, where it classifies. With a masked head `logits_rows` int64 [rows], indices into the flattened
+    [batch * sequence] hidden states, and `logits` float32 [rows, vocab].
     """
     inputs = [
         TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
@@ -240,6 +241,9 @@ def encoder_signature(config: TransformerConfig) -> Signature:
         tokens = ("sequence",) if config.classifier.per_token else ()
         shape = ("batch", *tokens, len(config.classifier.labels))
         outputs.append(TensorSpec(name=LOGITS, dtype="float32", shape=shape))
+    if config.masked_head is not None:
+        inputs.append(TensorSpec(name=LOGITS_ROWS, dtype="int64", shape=("rows",)))
+        outputs.append(TensorSpec(name=LOGITS, dtype="float32", shape=("rows", config.vocab_size)))
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
 
 

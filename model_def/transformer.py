@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphport.model_def.attention import CacheStep, RotaryTables
 from graphport.model_def.block import Block, Source, keep_all
-from graphport.model_def.classifier import Classifier
+from graphport.model_def.classifier import Classifier, MaskedHead
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
@@ -49,6 +49,10 @@ class Transformer(nn.Module):
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.pooling = Pooling(config.pooling, config.hidden_size) if config.pooling else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
+        self.masked_head: MaskedHead | None = None
+        if config.masked_head is not None:
+            sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+            self.masked_head = MaskedHead(config.masked_head, **sizes)
         self.head: Head | None = Head(config) if config.head != "none" else None
         self.image_readout: ImageReadout | None = None
         if config.image is not None and config.image.readout is not None:
@@ -261,11 +265,11 @@ class CachedDecoder(nn.Module):
             if block.cross_attention is not None:
                 lengths, *sources = past[num_caches:]
                 read_source = block.reading(sources[2 * layer], sources[2 * layer + 1], lengths)
-                keep = functools.partial(_select_rows, rows=logits_rows) if is_last else keep_all
+                keep = functools.partial(select_rows, rows=logits_rows) if is_last else keep_all
                 x = block.after_attention(x, attended, read_source, keep)
                 continue
             if is_last:
-                x, attended = _select_rows(x, logits_rows), _select_rows(attended, logits_rows)
+                x, attended = select_rows(x, logits_rows), select_rows(attended, logits_rows)
             x = block.after_attention(x, attended)
         return self.model.read_out(x).to(torch.float32), *present
 
@@ -282,7 +286,7 @@ class CachedDecoder(nn.Module):
         return RotaryTables(self.get_buffer(f"cos_{layer}"), self.get_buffer(f"sin_{layer}"))
 
 
-def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Rows [R] of the flattened x [B, S, W], [R, W]; a lookup, because that exports as one Gather."""
     return nn.functional.embedding(rows, x.reshape(-1, x.shape[-1]))
 

@@ -19,6 +19,8 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_batches import cut_batches
 from graphport.runtime.encoder_session import EncoderSession
+from graphport.runtime.limits import checked_count
+from graphport.runtime.masked_tokens import FilledMask, best_tokens
 from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.tokenizer import Tokenizer
@@ -126,7 +128,8 @@ class Encoder(OpenEncoder):
         """
         pooling = self.manifest.config.pooling
         if pooling is None:
-            other = "hidden_states" if self.manifest.config.classifier is None else "classify"
+            config = self.manifest.config
+            other = "fill_mask" if config.masked_head else "classify" if config.classifier else "hidden_states"
             raise ValueError(f"this bundle has no pooling, so no vector a text; use {other}")
         rows = self._checked_rows(texts, truncate=truncate)
         vectors = np.empty((len(rows), self.dimension), np.float32)
@@ -172,6 +175,43 @@ class Encoder(OpenEncoder):
                 require_finite(logits)
                 scores[index] = label_probabilities(logits, multi_label=classifier.multi_label)
         return scores
+
+    def masked_logits(
+        self, texts: Sequence[Text], *, batch_size: int | None = None, truncate: bool = False
+    ) -> list[NDArray[np.float32]]:
+        """Logits of each text's masked places, float32 [places, vocabulary]; arguments and errors as of `encode`.
+
+        A place is a mask token ("[MASK]", "<mask>"). Raises ValueError for texts without one.
+        """
+        head = self.manifest.config.masked_head
+        if head is None:
+            raise ValueError("this bundle has no masked head; use encode, classify or hidden_states")
+        if head.mask_id is None:
+            raise ValueError("the checkpoint's tokenizer_config.json names no mask_token; add it and export again")
+        rows = self._checked_rows(texts, truncate=truncate)
+        places = [[column for column, token in enumerate(row) if token == head.mask_id] for row in rows]
+        for index, columns in enumerate(places):
+            if not columns:
+                raise ValueError(f"text {index} has no masked place; write the mask token where a token is missing")
+        logits: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(rows)
+        for batch in self._batches(rows, batch_size):
+            longest = max(len(rows[index]) for index in batch)
+            asked = [line * longest + column for line, index in enumerate(batch) for column in places[index]]
+            found = self._open_session().run([rows[index] for index in batch], LOGITS, places=asked)
+            require_finite(found)
+            ends = np.cumsum([len(places[index]) for index in batch])[:-1]
+            for index, own in zip(batch, np.split(found, ends), strict=True):
+                logits[index] = own
+        return logits
+
+    def fill_mask(
+        self, texts: Sequence[Text], *, top_k: int = 5, batch_size: int | None = None, truncate: bool = False
+    ) -> list[list[list[FilledMask]]]:
+        """The `top_k` most probable tokens of each masked place of each text; see `masked_logits`."""
+        most = self.manifest.config.vocab_size
+        count = checked_count("top_k", top_k, most=most, reason=", the vocabulary")
+        every = self.masked_logits(texts, batch_size=batch_size, truncate=truncate)
+        return [[best_tokens(row, top_k=count, tokenizer=self.tokenizer) for row in logits] for logits in every]
 
     def _cut(self, items: Sequence[Sequence[int]], size: int) -> list[list[int]]:
         return cut_batches([len(row) for row in items], max_rows=size)

@@ -170,7 +170,8 @@ def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
     A larger tensor of logits is taken before the smaller is let go, which on the CPU is free.
     """
     if not sizes.config.is_decoder:
-        return _tokens_at_once(sizes, limits) * sizes.config.hidden_size * ELEMENT_BYTES["float32"]
+        scores = 0 if sizes.config.masked_head is None else limits.max_batch * sizes.config.vocab_size  # a place a text
+        return (_tokens_at_once(sizes, limits) * sizes.config.hidden_size + scores) * ELEMENT_BYTES["float32"]
     rows = _logits_rows(sizes, limits) * (2 if sizes.device == "cuda" else 1)
     return rows * sizes.config.vocab_size * ELEMENT_BYTES["float32"]
 

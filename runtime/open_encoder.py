@@ -89,11 +89,14 @@ class OpenEncoder:
     def _feed(self, session: EncoderSession, items: list[Any], output: str) -> Rows:
         raise NotImplementedError
 
+    def _open_session(self) -> EncoderSession:
+        if self._session is None:
+            raise RuntimeError(f"this {type(self).__name__} is closed; load the bundle again")
+        return self._session
+
     def _runs(self, items: Sequence[Any], output: str, batch_size: int | None) -> Iterator[tuple[list[int], Rows]]:
         """Numbers of the items of each batch, and what the graph gives for them."""
-        session = self._session
-        if session is None:
-            raise RuntimeError(f"this {type(self).__name__} is closed; load the bundle again")
+        session = self._open_session()
         for batch in self._batches(items, batch_size):
             yield batch, self._feed(session, [items[index] for index in batch], output)
 
@@ -101,7 +104,8 @@ class OpenEncoder:
 def normalized(vectors: Rows) -> Rows:
     """Vectors [n, D] scaled to length 1; one of zeros stays."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    scaled: Rows = vectors / np.where(lengths > 0, lengths, 1).astype(np.float32)
+    scaled = vectors.copy()
+    scaled /= np.where(lengths > 0, lengths, 1)
     return scaled
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 from PIL import Image
+from test_masked_heads import save_masked
 from tiny_encoder_decoders import language_tokenizer, make_encoder_decoder
 from tiny_encoders import make_encoder, save_sentence_folder, word_piece
 from tiny_sources import write_tiny_source
@@ -44,6 +45,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     save_sentence_folder(folder / "minilm", make_encoder("bert"))
+    save_masked(folder / "masked", "bert")
     make_encoder_decoder("mbart").save_pretrained(folder / "translator")
     language_tokenizer().save(str(folder / "translator/tokenizer.json"))
     save_vision_folder(folder / "clip", make_vision("clip"))

@@ -137,7 +137,10 @@ def _is_encoder(folder: Path, max_length: int | None) -> bool:
     if kind not in ("decoder", "encoder"):
         raise ValueError(f"{folder} is an {kind}, for which there is no route; serve decoders and encoders of texts")
     if kind == "encoder" and manifest.config.pooling is None:
-        what = "has no pooling, so no vector a text" if manifest.config.classifier is None else "is a classifier"
+        config = manifest.config
+        what = "has no pooling, so no vector a text"
+        if config.classifier or config.masked_head:
+            what = "is a classifier" if config.classifier else "has a masked head"
         raise ValueError(f"{folder} {what}, for which there is no route; serve decoders and encoders that embed texts")
     if max_length is not None:
         checked_count("--max-length", max_length, most=manifest.max_length, reason=f", the limit of {folder}")
