@@ -40,7 +40,7 @@ _TYPES: dict[DType, ir.DataType] = {
 
 def append_sampling(model: ir.Model, plan: CompilePlan) -> PassReport:
     """Append the reductions and their outputs, for decoders on targets whose logits lie on a device."""
-    if not plan.target.samples_on_device or not plan.config.is_causal:
+    if not plan.target.samples_on_device or not plan.config.is_decoder:
         return PassReport(rule="sampling")
     graph = model.graph
     logits = next(value for value in graph.outputs if value.name == LOGITS)

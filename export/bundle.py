@@ -30,13 +30,17 @@ class BundleError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """An exported model: its folder, manifest, fusions by rule, and the checks that it passed."""
+    """An exported model: its folder, manifest, fusions by rule, and the checks that it passed.
+
+    Of two towers the manifest is the images' and `text_manifest` the texts'; fusions and checks are those of both.
+    """
 
     path: Path
     manifest: Manifest
     fusions: dict[str, int]
     certificate: tuple[Check, ...]
     notes: tuple[str, ...] = ()
+    text_manifest: Manifest | None = None
 
 
 def check_destination(out: Path, *, force: bool) -> None:

@@ -48,6 +48,6 @@ def open_reference(source: str) -> EagerReference:
     """
     opened = open_source(source, seed=0)
     config = opened.model.config
-    if not config.is_causal or config.head == "none":
+    if not config.is_decoder or config.head == "none":
         raise TargetError(f"{source} is an encoder: it predicts no next token, so there is nothing to compare")
     return EagerReference(opened)

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_runner import open_on_cpu
 from graphport.model_def.certified_inputs import Row
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_IDS, LENGTHS, LOGITS, TOKEN_TYPE_IDS
+from graphport.model_def.signature import (
+    EMBEDDINGS,
+    HIDDEN_STATES,
+    INPUT_IDS,
+    LENGTHS,
+    LOGITS,
+    LOGITS_ROWS,
+    TOKEN_TYPE_IDS,
+)
 
 
 class States(NamedTuple):
@@ -44,15 +52,22 @@ class EncoderRunner:
             return States(hidden, list(found[EMBEDDINGS]))
         if LOGITS not in found:
             return States(hidden, None)
-        pairs = zip(found[LOGITS], lengths, strict=True)
-        per_token = found[LOGITS].ndim == 3
+        logits = self._by_text(found[LOGITS], feed)
+        pairs = zip(logits, lengths, strict=True)
+        per_token = logits.ndim == 3
         return States(hidden, [row[:count] if per_token else row for row, count in pairs])
 
     def run_rows(self, rows: Sequence[Row], output: str) -> NDArray[np.float32]:
         """See `encoder_runs.TextModel`."""
-        (found,) = self._session.run([output], self._feed(rows, pad_id=0, length=0))
-        values: NDArray[np.float32] = found
+        feed = self._feed(rows, pad_id=0, length=0)
+        (found,) = self._session.run([output], feed)
+        values: NDArray[np.float32] = self._by_text(found, feed) if output == LOGITS else found
         return values
+
+    @staticmethod
+    def _by_text(logits: NDArray[np.float32], feed: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """Logits of all tokens, where they were asked for one by one, as [B, S, V]."""
+        return logits.reshape(*feed[INPUT_IDS].shape, -1) if LOGITS_ROWS in feed else logits
 
     def _feed(self, rows: Sequence[Row], *, pad_id: int, length: int) -> dict[str, NDArray[Any]]:
         lengths = np.array([len(row.ids) for row in rows], np.int32)
@@ -61,4 +76,5 @@ class EncoderRunner:
         for index, row in enumerate(rows):
             feed[INPUT_IDS][index, : len(row.ids)] = row.ids
             feed[TOKEN_TYPE_IDS][index, : len(row.ids)] = row.types
+        feed[LOGITS_ROWS] = np.arange(feed[INPUT_IDS].size)
         return {name: array for name, array in feed.items() if name in self._inputs} | {LENGTHS: lengths}

@@ -66,7 +66,7 @@ def check_layouts(layouts: Sequence[Layout], plan: CompilePlan) -> None:
     """Raise LayoutError for a plan whose graph these runtimes cannot call."""
     for layout in layouts:
         wish = f"layout {layout.name}, for {layout.runtime},"
-        if not plan.config.is_causal or plan.config.image is not None:
+        if not plan.config.is_decoder or plan.config.image is not None:
             raise LayoutError(f"{wish} is a decoder's, and this is an encoder; leave --layout out")
         if plan.config.encoder is not None:
             raise LayoutError(f"{wish} is a decoder's, and this is an encoder-decoder; leave --layout out")

@@ -1,8 +1,8 @@
-"""Bidirectional attention over padded rows becomes the target's kernel for it.
+"""Attention over padded rows becomes the target's kernel for it.
 
 Before: RotaryPaddedAttention(q, k, v, lengths, cos, sin), q, k, v = Split(qkv)
-After, cpu:  GroupQueryAttention(qkv, , , , , max(lengths, 1) - 1, sequence, cos, sin, , bias), causal=0
-After, cuda: MultiHeadAttention(q, k, v, , lengths, bias)
+After, cpu:  GroupQueryAttention(qkv, , , , , max(lengths, 1) - 1, sequence, cos, sin, , bias), causal as the node
+After, cuda: MultiHeadAttention(q, k, v, , lengths, bias), unidirectional where the node is causal
 
 On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; lengths keep it on the fused kernels. A
 bias (relative positions, windows) leaves it the memory-efficient kernel, or the unfused one where that cannot take the
@@ -67,6 +67,7 @@ def _lower_to_multi_head(node: ir.Node, *, site: str, are_whole: bool) -> None:
         "num_heads": node.attributes["num_heads"].as_int(),
         "scale": node.attributes["scale"].as_float(),
         "mask_filter_value": _MASKED,
+        "unidirectional": node.attributes["causal"].as_int(),
     }
     mask = [] if are_whole else [None, node.inputs[3]]
     inputs = [*node.inputs[:3], *mask, *_bias(node)]
@@ -79,7 +80,7 @@ def _lower_to_grouped(graph: ir.Graph, node: ir.Node, rotation: Rotation | None,
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
         "scale": node.attributes["scale"].as_float(),
         "softcap": node.attributes["softcap"].as_float(),
-        "causal": 0,
+        "causal": node.attributes["causal"].as_int(),
     }
     tables: list[ir.Value | None] = [None, None]
     if rotation is not None:

@@ -15,20 +15,19 @@ from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
 from graphport.export.bundle_certificate import add_certificate, bundle_certificate, describe_candidate
 from graphport.export.bundle_records import write_records
-from graphport.export.calibrate import Ranges, activation_ranges, image_ranges
-from graphport.export.calibration import Calibration, CalibrationError, calibration_ids, read_calibration
+from graphport.export.calibration import Calibration, read_calibration
 from graphport.export.certify import calibrate_cache
 from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence, add_checks
 from graphport.export.export_limits import (
     longest_context,
     note_pictures,
     require_cache,
-    require_float16_range,
     require_image_precision,
     require_image_size,
     require_numbers,
     require_source_precision,
 )
+from graphport.export.export_options import ExportOptions
 from graphport.export.fusion_report import fusion_account
 from graphport.export.gguf_matrices import matrix_account
 from graphport.export.graph_pass import CompilePlan, PassReport
@@ -36,6 +35,7 @@ from graphport.export.kernel_advice import kernel_advice
 from graphport.export.layout_files import write_layouts
 from graphport.export.layout_parity import layout_checks
 from graphport.export.layouts import check_layouts, find_layouts
+from graphport.export.measured_inputs import calibration_of, check_range, ranges_of
 from graphport.export.model_kinds import KindEvidence, kind_of
 from graphport.export.parity import require_passed
 from graphport.export.pipeline import check_disabled, check_rules, compile_graph, count_fusions, require_fusions
@@ -44,7 +44,6 @@ from graphport.export.precision_budget import BudgetChoice, budget_checks, check
 from graphport.export.precision_choice import (
     FLOAT_SOURCE_PRECISION,
     check_accuracy_level,
-    check_calibration,
     check_exact,
     default_precision,
     kept_matrices,
@@ -55,8 +54,8 @@ from graphport.export.source import SourceModel, open_source
 from graphport.export.source_graph import compile_source, write_source
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError, find_target
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.export.two_towers import export_towers
 from graphport.model_def.certificate import Check
-from graphport.model_def.seeded_images import image_sizes, seeded_images
 from graphport.model_def.signature import Manifest
 from graphport.model_def.transformer import Transformer
 
@@ -89,10 +88,11 @@ def export(
     `precision` None is gguf for a GGUF file with quantised blocks on the CPU, and int8 otherwise. `kv_cache` is int8,
     int4 or fp8 as the target has them, or auto: the activations' type. `context` is the longest total length in tokens
     (None: what the model was made for). `image_size` fixes the height and width of an image encoder's images (None:
-    any whole number of patches of up to `context` tokens). `accuracy_level` 0 multiplies quantised matrices by
-    activations as they are, 4 by activations rounded to 8 bits (None: the target's choice). `calibration` is a file of
-    UTF-8 text on which int8, int4 and auto are calibrated (None: the text that ships). `max_kl` is the budget of
-    precision auto in nats (None: 0.01): the divergence that it may show on the part of that text that is held out.
+    any whole number of patches of up to `context` tokens); of two towers both are the images'. `accuracy_level` 0
+    multiplies quantised matrices by activations as they are, 4 by activations rounded to 8 bits (None: the target's
+    choice). `calibration` is a file of UTF-8 text on which int8, int4 and auto are calibrated (None: the text that
+    ships). `max_kl` is the budget of precision auto in nats (None: 0.01): the divergence that it may show on the part
+    of that text that is held out.
     `require_fused` pins how often a rule fires ("all": no candidate left), `require_exact` refuses a GGUF file of which
     a matrix would be encoded anew. `disable_passes` names rules that are not to fuse anything. `layouts` are
     genai and optimum: graphs over the same weights for these runtimes, beside the bundle's own. `progress` is told each
@@ -100,44 +100,81 @@ def export(
     TargetError, LayoutError, ExportError, FusionError, ParityError, BundleError. Nothing is left at `out` after a
     failure.
     """
-    out = Path(out)
-    found_target = find_target(target)
-    found_precision = found_target.precision(precision or FLOAT_SOURCE_PRECISION, has_cache=False)
-    cache = found_target.cache_format(kv_cache, found_precision)
-    require_numbers(seed=seed, context=context)
-    _check_names(require_fused or {}, disable_passes)
-    budget = check_budget(max_kl, chooses_bits=found_precision.chooses_bits)
-    text = read_calibration(calibration)
-    found_layouts = find_layouts(layouts)
-    check_destination(out, force=force)
-
+    options = ExportOptions(
+        target=target,
+        precision=precision,
+        kv_cache=kv_cache,
+        context=context,
+        image_size=image_size,
+        accuracy_level=accuracy_level,
+        calibration=calibration,
+        max_kl=max_kl,
+        seed=seed,
+        verify=verify,
+        require_fused=require_fused or {},
+        require_exact=require_exact,
+        disable_passes=tuple(disable_passes),
+        layouts=tuple(layouts),
+        force=force,
+        progress=progress,
+    )
+    _check_options(options)
+    check_destination(Path(out), force=force)
     progress("reading the model")
     opened = open_source(source, seed=seed)
+    if opened.text is not None:
+        return export_towers(opened, Path(out), options, export_one=export_opened)
+    return export_opened(opened, Path(out), options)
+
+
+def _check_options(options: ExportOptions) -> None:
+    """What can be refused before the source is read; see `export`."""
+    target = find_target(options.target)
+    precision = target.precision(options.precision or FLOAT_SOURCE_PRECISION, has_cache=False)
+    target.cache_format(options.kv_cache, precision)
+    require_numbers(seed=options.seed, context=options.context)
+    check_rules(options.require_fused)
+    check_disabled(options.disable_passes)
+    check_budget(options.max_kl, chooses_bits=precision.chooses_bits)
+    read_calibration(options.calibration)
+    find_layouts(options.layouts)
+
+
+def export_opened(opened: SourceModel, out: Path, options: ExportOptions) -> Bundle:
+    """`export` of a source that is read already, and has one tower."""
+    seed, progress, verify = options.seed, options.progress, options.verify
+    found_target = find_target(options.target)
     kind = kind_of(opened.model.config)
-    if kv_cache != "auto" and not kind.has_cache:
-        raise TargetError(f"KV cache type {kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
-    named = default_precision(opened, found_target) if precision is None else precision
+    if options.kv_cache != "auto" and not kind.has_cache:
+        raise TargetError(f"KV cache type {options.kv_cache!r}: an {kind.name} has no KV cache; leave --kv-cache out")
+    named = default_precision(opened, found_target) if options.precision is None else options.precision
     found_precision = found_target.precision(named, has_cache=kind.has_cache)
+    cache = found_target.cache_format(
+        options.kv_cache, found_target.precision(options.precision or FLOAT_SOURCE_PRECISION, has_cache=False)
+    )
+    budget = check_budget(options.max_kl, chooses_bits=found_precision.chooses_bits)
+    found_layouts = find_layouts(options.layouts)
     plan, notes = _plan(
         opened,
         found_target,
         found_precision,
         cache,
-        context=context,
-        image_size=image_size,
-        accuracy_level=accuracy_level,
-        disabled=tuple(disable_passes),
+        context=options.context,
+        image_size=options.image_size,
+        accuracy_level=options.accuracy_level,
+        disabled=options.disable_passes,
     )
     check_layouts(found_layouts, plan)
-    calibrated = _calibration(opened, plan, text, seed=seed + 1, name=str(calibration))
-    if require_exact:
+    text = read_calibration(options.calibration)
+    calibrated = calibration_of(opened, plan, text, seed=seed + 1, name=str(options.calibration))
+    if options.require_exact:
         check_exact(plan)
-    _check_range(opened, plan, seed=seed, progress=progress)
-    plan = dataclasses.replace(plan, activation_ranges=_activation_ranges(opened, plan, calibrated, seed=seed + 1))
+    check_range(opened, plan, seed=seed, progress=progress)
+    plan = dataclasses.replace(plan, activation_ranges=ranges_of(opened, plan, calibrated, seed=seed + 1))
     progress("exporting to ONNX")
     module = kind.module(opened.model, plan.max_length)
     exported = torch_to_onnx(module, kind.traced(plan.config), kind.sizes(plan.config))
-    with bundle_folder(out, force=force) as folder:
+    with bundle_folder(out, force=options.force) as folder:
         checks: tuple[Check, ...] = ()
         evidence = kind.evidence(
             plan.config, opened.tokenizer_json, max_length=plan.max_length, seed=seed, model=opened.model
@@ -150,7 +187,7 @@ def export(
         )
         plan = _with_cache_scales(exported, plan, calibrated, folder=folder, progress=progress)
         progress("compiling the graph")
-        compiled, reports, others = _compiled(exported, evidence, plan, folder, required=require_fused or {})
+        compiled, reports, others = _compiled(exported, evidence, plan, folder, required=options.require_fused)
         write_layouts(folder, found_layouts, plan, opened.generation)
         if verify:
             shipped = evidence.certify_cache(exported, plan, folder=folder, observe=progress)
@@ -170,11 +207,6 @@ def export(
         certificate=checks,
         notes=(*opened.notes, *notes, *calibrated.notes, *account["advice"]),
     )
-
-
-def _check_names(required: Mapping[str, int | Literal["all"]], disabled: Sequence[str]) -> None:
-    check_rules(required)
-    check_disabled(disabled)
 
 
 def _account(
@@ -307,31 +339,3 @@ def _plan(
         *note_pictures(config, max_length),
         *(note_changed(matrices) if precision.keeps_blocks else ()),
     )
-
-
-def _check_range(opened: SourceModel, plan: CompilePlan, *, seed: int, progress: Callable[[str], None]) -> None:
-    if plan.precision.activations == "float16":
-        progress("looking for activations beyond float16")
-        require_float16_range(opened, plan.config, max_length=plan.max_length, seed=seed)
-
-
-def _calibration(opened: SourceModel, plan: CompilePlan, text: str | None, *, seed: int, name: str) -> Calibration:
-    if text is not None:
-        check_calibration(plan.precision, plan.cache)
-    if plan.config.encoder is not None and text is not None:
-        raise CalibrationError("weights of an encoder-decoder are rounded without a text; leave --calibration out")
-    if plan.config.image is not None:
-        if text is not None:
-            raise CalibrationError("a calibration text is for models of text; an image encoder reads none")
-        return Calibration(windows=(), held_out=())
-    return calibration_ids(opened, text, max_length=plan.max_length, seed=seed, name=name)
-
-
-def _activation_ranges(opened: SourceModel, plan: CompilePlan, calibration: Calibration, *, seed: int) -> Ranges:
-    """Activation ranges for the smoothing that precedes weight quantisation; none for weights that stay as they are."""
-    if plan.precision.weight_bits is None or plan.matrices or plan.config.encoder is not None:
-        return {}
-    if plan.config.image is not None:
-        sizes = image_sizes(plan.config.image, max_length=plan.max_length)[:1]
-        return image_ranges(opened.model, seeded_images(sizes, channels=plan.config.image.channels, seed=seed))
-    return activation_ranges(opened.model, calibration.windows[:1])  # more text moved int8 by no more than noise

@@ -178,9 +178,9 @@ ENCODER_DECODER = dataclasses.replace(
 
 
 def kind_of(config: TransformerConfig) -> ModelKind:
-    """The kind of model that `config` describes: what attends to what comes later is an encoder."""
+    """The kind of model that `config` describes: what goes on with a text over a cache is a decoder."""
     if config.image is not None:
         return IMAGE_ENCODER
     if config.encoder is not None:
         return ENCODER_DECODER
-    return DECODER if config.is_causal else ENCODER
+    return DECODER if config.is_decoder else ENCODER

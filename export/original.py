@@ -56,7 +56,7 @@ def reference_texts(opened: SourceModel) -> tuple[TextEvidence | None, tuple[str
         return None, ("tokenizer: the source has none",)
     tokenizer = plain_tokenizer(opened.tokenizer_json)
     template = opened.chat_template
-    if template is None and not opened.model.config.is_causal:
+    if template is None and not opened.model.config.is_decoder:
         return text_evidence(tokenizer, None), ()
     if template is None:
         return text_evidence(tokenizer, None), ("chat template: the source has none",)

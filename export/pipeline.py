@@ -137,7 +137,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "qk_norm": sum(_has_inner_norm(plan, block.attention) for block in blocks),
         "experts": sum(isinstance(block.feed_forward, ExpertsConfig) for block in blocks),
         "kv_cache": 0 if plan.cache is None else len(blocks),
-        "sampling": int(plan.target.samples_on_device and plan.config.is_causal),
+        "sampling": int(plan.target.samples_on_device and plan.config.is_decoder),
     }
 
 
@@ -147,7 +147,7 @@ def _dense_name(block: BlockConfig) -> str:
 
 def _attention_limit(plan: CompilePlan, attention: AttentionConfig) -> str | None:
     """Why the target's kernel does not take this attention, or None when it does."""
-    return plan.target.attention_limit(attention) if attention.causal else plan.target.padded_limit(attention)
+    return plan.target.attention_limit(attention) if plan.config.is_decoder else plan.target.padded_limit(attention)
 
 
 def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
@@ -156,7 +156,7 @@ def _has_inner_norm(plan: CompilePlan, attention: AttentionConfig) -> bool:
         return False
     if attention.qk_norm_over != "head":
         return False
-    if plan.cache is not None or not attention.causal:  # see fuse_qk_norm; encoders' kernel takes no norms
+    if plan.cache is not None or not plan.config.is_decoder:  # see fuse_qk_norm; encoders' kernel takes no norms
         return False
     if plan.target.attention_limit(attention) is not None:
         return False
@@ -172,7 +172,7 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     it); the first Add stays. Where norms stand on the outputs alone, only the last sum of all is normed.
     """
     last_is_whole = config.token_types > 1 or (
-        config.is_causal and config.position is not None and not config.token_types
+        config.is_decoder and config.position is not None and not config.token_types
     )
     is_normed = config.embedding_norm is not None
     count = int(is_normed and last_is_whole)

@@ -6,7 +6,7 @@ In: the op's inputs and attributes. Out: the op's outputs, equal to `model_def/o
 Shapes: `B` rows, `S` tokens, `N` query heads, `K` key/value heads, `H` head size, `W` width.
 """
 
-from onnxscript import BOOL, FLOAT, INT32, script
+from onnxscript import BOOL, FLOAT, INT32, INT64, script
 from onnxscript import opset23 as op
 
 from graphport.export.portable_ops import GRAPHPORT, Rotate, SplitHeads
@@ -21,7 +21,7 @@ def Real(x: FLOAT, lengths: INT32) -> BOOL:
 
 @script(GRAPHPORT, default_opset=op)
 def AttendPadded(
-    queries: FLOAT, keys: FLOAT, values: FLOAT, real: BOOL, bias: FLOAT, scale: float, softcap: float
+    queries: FLOAT, keys: FLOAT, values: FLOAT, real: BOOL, bias: FLOAT, scale: float, softcap: float, causal: int
 ) -> FLOAT:
     """Heads [B, N, S, H] over keys and values [B, K, S, H], real tokens alone; returns [B, S, N*H].
 
@@ -40,8 +40,12 @@ def AttendPadded(
     safe_cap = op.Where(cap > 0.0, cap, 1.0)
     capped = op.Where(cap > 0.0, safe_cap * op.Tanh(scores / safe_cap), scores)
     by_head = op.Reshape(capped, op.Concat([0, -1], length, length, axis=0)) + op.Cast(bias, to=1)  # [B, N, S, S]
+    position = op.Range(0, op.Squeeze(length), 1)
+    sees_later = op.Constant(value_int=causal) == 0
+    not_later = op.Or(op.Unsqueeze(position, [0]) <= op.Unsqueeze(position, [1]), sees_later)  # [S, S]
+    visible = op.And(op.Unsqueeze(real, [1, 2]), not_later)
     # the lowest number and not -inf: a row without a token has a softmax too
-    masked = op.Where(op.Unsqueeze(real, [1, 2]), by_head, op.Constant(value_float=-3.4028234663852886e38))
+    masked = op.Where(visible, by_head, op.Constant(value_float=-3.4028234663852886e38))
     weights = op.Reshape(op.CastLike(op.Softmax(masked, axis=-1), values), op.Shape(scores))
     attended = op.MatMul(weights, clean_values)  # [B, K, G, S, H]
     joined = op.Transpose(op.Reshape(attended, op.Shape(queries)), perm=[0, 2, 1, 3])
@@ -58,13 +62,21 @@ def PaddedAttention(
     kv_num_heads: int,
     scale: float,
     softcap: float,
+    causal: int,
 ) -> FLOAT:
-    """Bidirectional attention within rows of `lengths`; see `model_def.ops.padded_attention`."""
+    """Attention within rows of `lengths`; see `model_def.ops.padded_attention`."""
     queries = SplitHeads(query, heads=num_heads)
     keys = SplitHeads(key, heads=kv_num_heads)
     values = SplitHeads(value, heads=kv_num_heads)
     return AttendPadded(
-        queries, keys, values, Real(query, lengths), op.Constant(value_float=0.0), scale=scale, softcap=softcap
+        queries,
+        keys,
+        values,
+        Real(query, lengths),
+        op.Constant(value_float=0.0),
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
     )
 
 
@@ -80,6 +92,7 @@ def RotaryPaddedAttention(
     kv_num_heads: int,
     scale: float,
     softcap: float,
+    causal: int,
     rotary_interleaved: int,
 ) -> FLOAT:
     """PaddedAttention with queries and keys rotated by tables [P, D/2] first."""
@@ -90,7 +103,14 @@ def RotaryPaddedAttention(
     keys = Rotate(SplitHeads(key, heads=kv_num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
     values = SplitHeads(value, heads=kv_num_heads)
     return AttendPadded(
-        queries, keys, values, Real(query, lengths), op.Constant(value_float=0.0), scale=scale, softcap=softcap
+        queries,
+        keys,
+        values,
+        Real(query, lengths),
+        op.Constant(value_float=0.0),
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
     )
 
 
@@ -105,12 +125,13 @@ def BiasedPaddedAttention(
     kv_num_heads: int,
     scale: float,
     softcap: float,
+    causal: int,
 ) -> FLOAT:
     """PaddedAttention with a bias [1, 1 or N, S, S] added to the scores."""
     queries = SplitHeads(query, heads=num_heads)
     keys = SplitHeads(key, heads=kv_num_heads)
     values = SplitHeads(value, heads=kv_num_heads)
-    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap)
+    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap, causal=causal)
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -126,6 +147,7 @@ def BiasedRotaryPaddedAttention(
     kv_num_heads: int,
     scale: float,
     softcap: float,
+    causal: int,
     rotary_interleaved: int,
 ) -> FLOAT:
     """BiasedPaddedAttention with queries and keys rotated by tables [P, D/2] first."""
@@ -135,7 +157,7 @@ def BiasedRotaryPaddedAttention(
     queries = Rotate(SplitHeads(query, heads=num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
     keys = Rotate(SplitHeads(key, heads=kv_num_heads), cos_rows, sin_rows, rotary_interleaved=rotary_interleaved)
     values = SplitHeads(value, heads=kv_num_heads)
-    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap)
+    return AttendPadded(queries, keys, values, Real(query, lengths), bias, scale=scale, softcap=softcap, causal=causal)
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -190,6 +212,17 @@ def PoolMax(hidden: FLOAT, lengths: INT32) -> FLOAT:
     return op.CastLike(op.Where(has_tokens, op.Squeeze(largest, [2]), 0.0), hidden)
 
 
+@script(GRAPHPORT, default_opset=op)
+def EndLengths(input_ids: INT64, lengths: INT32, ends_at: int) -> INT32:
+    """Tokens up to each row's first `ends_at`, or of its highest id; TopK takes the first of equals, in integers."""
+    column = op.Unsqueeze(op.Range(0, op.Squeeze(op.Shape(input_ids, start=1, end=2)), 1), [0])
+    real = column < op.Unsqueeze(op.Cast(lengths, to=7), [1])
+    end = op.Constant(value_int=ends_at)
+    marks = op.Where(end < 0, input_ids, op.Cast(input_ids == end, to=7))
+    _, place = op.TopK(op.Where(real, marks, -1), op.Constant(value_ints=[1]), axis=-1)
+    return op.Cast(op.Squeeze(place, [1]) + 1, to=6)
+
+
 ENCODER_FUNCTIONS = (
     Real,
     AttendPadded,
@@ -204,4 +237,5 @@ ENCODER_FUNCTIONS = (
     PoolCls,
     PoolLast,
     PoolMax,
+    EndLengths,
 )

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.gguf_blocks import StoredMatrix
+from graphport.model_def.readout_config import SimilarityConfig
 from graphport.model_def.signature import GenerationDefaults
 from graphport.model_def.transformer import Transformer
 
@@ -26,6 +27,7 @@ class SourceModel:
     """A module in eval mode, the text side that came with it, and its matrices as a GGUF file stores them.
 
     `text_limit`: the longest text in tokens that the source asks for, where it is less than the positions allow.
+    Of two towers this is the images', `text` the texts', and `similarity` compares their vectors.
     """
 
     model: Transformer
@@ -37,6 +39,8 @@ class SourceModel:
     notes: tuple[str, ...]
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     text_limit: int | None = None
+    text: "SourceModel | None" = None
+    similarity: SimilarityConfig | None = None
 
 
 def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
@@ -50,7 +54,10 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
     path, colon, function = str(source).rpartition(":")
     if colon and path.endswith(".py"):
         return _open_function(Path(path), function, seed=seed)
-    checkpoint = load_checkpoint(source)
+    return _of_checkpoint(load_checkpoint(source))
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> SourceModel:
     with torch.device("meta"):
         model = Transformer(checkpoint.config)
     model.load_state_dict(checkpoint.weights, strict=True, assign=True)
@@ -64,6 +71,8 @@ def open_source(source: str | Path | Transformer, *, seed: int) -> SourceModel:
         notes=checkpoint.notes,
         stored=checkpoint.stored,
         text_limit=checkpoint.text_limit,
+        text=None if checkpoint.text is None else _of_checkpoint(checkpoint.text),
+        similarity=checkpoint.similarity,
     )
 
 

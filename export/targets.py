@@ -87,7 +87,7 @@ class Target:
     `takes_zero_points`: whether its products of 4-bit blocks with zero points are as fast as of symmetric ones.
     `fast_decode` and `fast_rows` (bits, multiple of MatMulNBits' rows) are what the fastest kernels take; a model that
     misses them runs on slower ones.
-    `padded_kernel` is the one for bidirectional attention over padded rows. GroupQueryAttention with causal=0
+    `padded_kernel` is the one for the attention of encoders over padded rows. GroupQueryAttention
     reads packed projections and was 1.1 to 1.4 times as fast as MultiHeadAttention on the CPU (32 rows of 16 to 128
     tokens, 12 heads of 32 and 64, one thread); on CUDA MultiHeadAttention has fused kernels for lengths.
     `encoder_precisions` are those whose attention needs no cache.

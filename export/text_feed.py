@@ -14,7 +14,6 @@ from graphport.export.encoder_runner import EncoderRunner, States
 from graphport.model_def.certified_inputs import Inputs, Row, RowInputs
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder_runs import text_runs
-from graphport.model_def.ops import pool
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.played_runs import Evidence, References, play_runs
 from graphport.model_def.transformer import Transformer
@@ -79,7 +78,12 @@ def parity_rows(config: TransformerConfig, tokenizer_json: str | None, *, max_le
     """Texts of different lengths, English where there is a tokenizer; the second half of each is of another type."""
     lengths = [min(length, max_length) for length in LENGTHS]
     ids = text_ids(PARITY_TEXT, config, tokenizer_json, length=sum(lengths), seed=seed)
-    starts = itertools.accumulate(lengths, initial=0)
+    starts = list(itertools.accumulate(lengths, initial=0))
+    end = None if config.pooling is None else config.pooling.ends_at
+    if end is not None:  # each text ends as the model's own do, and the first again further on
+        end = config.vocab_size - 1 if end < 0 else end
+        for place in (lengths[0] // 2, *(start + length - 1 for start, length in zip(starts, lengths, strict=False))):
+            ids[place] = end
     other = max(config.token_types - 1, 0)
     return [
         Row(tuple(ids[start : start + length]), tuple([0] * (length // 2) + [other] * (length - length // 2)))
@@ -90,16 +94,19 @@ def parity_rows(config: TransformerConfig, tokenizer_json: str | None, *, max_le
 def eager_states(model: Transformer, rows: Sequence[Row]) -> States:
     """States of the eager module, one text at a time: nothing is padded."""
     hidden, read_out = [], []
-    pooling = model.config.pooling
     with torch.inference_mode():
         for row in rows:
             types = torch.tensor([list(row.types)]) if model.config.token_types > 1 else None
-            states = model(torch.tensor([list(row.ids)]), token_types=types)
+            ids = torch.tensor([list(row.ids)])
+            states = model(ids, token_types=types)
             hidden.append(states[0].numpy())
-            if pooling is not None:
-                read_out.append(pool(states, torch.tensor([len(row.ids)], dtype=torch.int32), pooling.kind)[0].numpy())
+            if model.pooling is not None:
+                read_out.append(model.pooling(states, ids, torch.tensor([len(row.ids)], dtype=torch.int32))[0].numpy())
             if model.classifier is not None:
-                read_out.append(model.classifier(states)[0].numpy())
+                lengths = torch.tensor([len(row.ids)], dtype=torch.int32)
+                read_out.append(model.classifier(states, lengths)[0].numpy())
+            if model.masked_head is not None:
+                read_out.append(model.masked_head(states[0], model.embedding.weight).numpy())
     return States(hidden, read_out or None)
 
 

@@ -14,17 +14,19 @@ from onnx.defs import OpSchema
 from onnxscript import opset23 as op
 from onnxscript.values import Op
 
+import graphport.model_def.pooling  # noqa: F401 - defines torch.ops.graphport.pool
 from graphport.export import portable_ops
 
+_INTEGERS = {"i32": "tensor(int32)", "i64": "tensor(int64)"}
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
 
 
 def _op(name: str, *, inputs: str, outputs: str, floats: str = "", ints: str = "") -> Op:
-    """The node type `graphport::name`; an input or output written `name:i32` is int32, all others float."""
+    """The node type `graphport::name`; an input or output `name:i32` is int32, `name:i64` int64, others are float."""
 
     def parameters(names: str) -> list[OpSchema.FormalParameter]:
         pairs = [(*text.split(":"), "T")[:2] for text in names.split()]
-        return [OpSchema.FormalParameter(text, "tensor(int32)" if kind == "i32" else kind) for text, kind in pairs]
+        return [OpSchema.FormalParameter(text, _INTEGERS.get(kind, kind)) for text, kind in pairs]
 
     attributes = [
         OpSchema.Attribute(text, kind, "", required=True)
@@ -87,28 +89,28 @@ _PADDED_ATTENTION = _op(
     inputs="query key value lengths:i32",
     outputs="output",
     floats="scale softcap",
-    ints="num_heads kv_num_heads",
+    ints="num_heads kv_num_heads causal",
 )
 _ROTARY_PADDED_ATTENTION = _op(
     "RotaryPaddedAttention",
     inputs="query key value lengths:i32 cos sin",
     outputs="output",
     floats="scale softcap",
-    ints="num_heads kv_num_heads rotary_interleaved",
+    ints="num_heads kv_num_heads causal rotary_interleaved",
 )
 _BIASED_PADDED_ATTENTION = _op(
     "BiasedPaddedAttention",
     inputs="query key value lengths:i32 bias",
     outputs="output",
     floats="scale softcap",
-    ints="num_heads kv_num_heads",
+    ints="num_heads kv_num_heads causal",
 )
 _BIASED_ROTARY_PADDED_ATTENTION = _op(
     "BiasedRotaryPaddedAttention",
     inputs="query key value lengths:i32 cos sin bias",
     outputs="output",
     floats="scale softcap",
-    ints="num_heads kv_num_heads rotary_interleaved",
+    ints="num_heads kv_num_heads causal rotary_interleaved",
 )
 _POOLS = {
     kind: _op(name, inputs="hidden lengths:i32", outputs="pooled")
@@ -122,6 +124,7 @@ _POOLS = {
 }
 
 
+_END_LENGTHS = _op("EndLengths", inputs="input_ids:i64 lengths:i32", outputs="ends:i32", ints="ends_at")
 _IMAGE_PATCHES = _op("ImagePatches", inputs="pixels", outputs="patches", ints="patch_height patch_width")
 _PATCH_POSITIONS = _op(
     "PatchPositions", inputs="table pixels", outputs="positions", ints="patch_height patch_width rows columns"
@@ -237,9 +240,11 @@ def _padded_attention(
     scale: float,
     softcap: float,
     interleaved: bool,
+    causal: bool,
 ) -> Any:  # noqa: ANN401
     inputs = (query, key, value, lengths)
     attributes = {"num_heads": num_heads, "kv_num_heads": num_kv_heads, "scale": scale, "softcap": softcap}
+    attributes["causal"] = int(causal)
     if cos is None and bias is None:
         return _PADDED_ATTENTION(*inputs, **attributes)
     if cos is None:
@@ -252,6 +257,10 @@ def _padded_attention(
 
 def _pool(hidden: ir.Value, lengths: ir.Value, kind: str) -> Any:  # noqa: ANN401
     return _POOLS[kind](hidden, lengths)
+
+
+def _end_lengths(input_ids: ir.Value, lengths: ir.Value, ends_at: int) -> Any:  # noqa: ANN401
+    return _END_LENGTHS(input_ids, lengths, ends_at=ends_at)
 
 
 def _image_patches(pixels: ir.Value, patch_height: int, patch_width: int) -> Any:  # noqa: ANN401
@@ -305,6 +314,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.cross_attention.default: _cross_attention,
     torch.ops.graphport.padded_attention.default: _padded_attention,
     torch.ops.graphport.pool.default: _pool,
+    torch.ops.graphport.end_lengths.default: _end_lengths,
     torch.ops.graphport.image_patches.default: _image_patches,
     torch.ops.graphport.patch_positions.default: _patch_positions,
     torch.ops.graphport.mixture_of_experts.default: _mixture_of_experts,

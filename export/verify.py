@@ -50,6 +50,8 @@ def fresh_certificate(
     progress("reading the source")
     seed = 0 if stored is None else next(iter(stored.original.values())).seed
     opened = open_source(source, seed=seed)
+    if opened.text is not None and manifest.kind == "encoder":
+        opened = opened.text
     config = manifest.config
     if opened.model.config != _of_any_size(config):
         raise TargetError(f"{source} is another model than {folder}: their configurations differ")

@@ -31,7 +31,7 @@ _SEQLENS, _TOTAL, _POSITIONS = 5, 6, 9  # inputs of GroupQueryAttention
 
 def window_layers(plan: CompilePlan) -> tuple[int, ...]:
     """Layers that get such caches: those that would drop rows, and whose attention is the target's kernel."""
-    if not plan.target.moves_rows or not plan.config.is_causal or {RULE, "attention"} & set(plan.disabled):
+    if not plan.target.moves_rows or not plan.config.is_decoder or {RULE, "attention"} & set(plan.disabled):
         return ()
     blocks, moving = plan.config.blocks, moving_layers(plan.config, plan.max_length)
     return tuple(layer for layer in moving if plan.target.attention_limit(blocks[layer].attention) is None)
@@ -67,7 +67,7 @@ def window_caches(model: ir.Model, plan: CompilePlan) -> PassReport:
 
 def _missed(plan: CompilePlan, layers: tuple[int, ...]) -> tuple[Miss, ...]:
     """Layers that would drop rows and keep them; where a target has no such caches there is nothing to miss."""
-    if not plan.target.moves_rows or not plan.config.is_causal:
+    if not plan.target.moves_rows or not plan.config.is_decoder:
         return ()
     return tuple(
         Miss(

@@ -154,6 +154,7 @@ class Attention(nn.Module):
             config.softmax_scale,
             config.softcap or 0.0,
             self._is_interleaved(),
+            config.causal,
         )
         return self._read_out(attended)
 

@@ -15,6 +15,7 @@ import torch
 
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.gguf_blocks import StoredMatrix
+from graphport.model_def.readout_config import SimilarityConfig
 from graphport.model_def.signature import GenerationDefaults
 
 Shape = tuple[int, ...]
@@ -34,6 +35,7 @@ class Checkpoint:
     name and sha256. `notes` are sentences about what was ignored, assumed or converted.
     `stored` are the matrices as a GGUF file holds them, by the names of `weights`; empty for other formats.
     `text_limit` is the longest text in tokens that the checkpoint asks for, None: as many as it has positions.
+    Of a checkpoint with two towers this is the images', `text` the texts', and `similarity` compares their vectors.
     """
 
     config: TransformerConfig
@@ -46,6 +48,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     stored: Mapping[str, StoredMatrix] = field(default_factory=dict)
     text_limit: int | None = None
+    text: "Checkpoint | None" = None
+    similarity: SimilarityConfig | None = None
 
 
 def account_for_tensors(where: str, *, found: Mapping[str, Shape], needed: Mapping[str, Shape]) -> None:

@@ -28,7 +28,7 @@ from graphport.model_def.position_config import (
     require_count,
     require_positive,
 )
-from graphport.model_def.readout_config import ClassifierConfig, PoolingConfig
+from graphport.model_def.readout_config import ClassifierConfig, MaskedHeadConfig, PoolingConfig
 from graphport.model_def.vision_config import (
     AttentionPoolConfig,
     ImageConfig,
@@ -223,10 +223,10 @@ class TransformerConfig:
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
     `id_width` is that of the ids' embeddings alone, which a linear layer without bias widens before positions are
-    added; another narrows the stream for the head (OPT 350M). `pooling` and `classifier` are an encoder's; one of them
-    at most. With `image` the stack reads patches of images in place of ids, with `audio` frames of sound, and there is
-    no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks' cross-attention reads: this stack is
-    the decoder of an encoder-decoder.
+    added; another narrows the stream for the head (OPT 350M). `pooling`, `classifier` and `masked_head` are an
+    encoder's; one of them at most. With `image` the stack reads patches of images in place of ids, with `audio` frames
+    of sound, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
+    cross-attention reads: this stack is the decoder of an encoder-decoder.
     """
 
     vocab_size: int
@@ -247,6 +247,7 @@ class TransformerConfig:
     logit_softcap: float | None = None
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
+    masked_head: MaskedHeadConfig | None = None
     image: ImageConfig | None = None
     audio: AudioConfig | None = None
     encoder: "TransformerConfig | None" = None
@@ -255,14 +256,7 @@ class TransformerConfig:
         has_ids = self.image is None and self.audio is None
         for name in (*(("vocab_size",) if has_ids else ()), "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
-        if self.embedding_width is not None:
-            require_count("embedding_width", self.embedding_width)
-            if self.head == "tied":
-                raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
-        if self.id_width is not None:
-            require_count("id_width", self.id_width)
-            if self.embedding_width is not None or self.head == "none" or not self.is_causal:
-                raise ConfigError("id_width belongs to decoders with a head, and excludes embedding_width")
+        self._check_widths()
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -286,6 +280,17 @@ class TransformerConfig:
         if self.image is not None:
             self._check_image(self.image)
 
+    def _check_widths(self) -> None:
+        """Embeddings of another width than the stream's."""
+        if self.embedding_width is not None:
+            require_count("embedding_width", self.embedding_width)
+            if self.head == "tied":
+                raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
+        if self.id_width is not None:
+            require_count("id_width", self.id_width)
+            if self.embedding_width is not None or self.head == "none" or not self.is_causal:
+                raise ConfigError("id_width belongs to decoders with a head, and excludes embedding_width")
+
     def _check_encoder(self) -> None:
         """What encoders alone have."""
         if self.token_types != 0:
@@ -297,12 +302,19 @@ class TransformerConfig:
                 raise ConfigError("ALiBi is shared by layers of one scale")
         if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
             raise ConfigError("a relative bias is shared by layers of one number of heads")
-        if (self.pooling or self.classifier) and self.is_causal:
+        if (self.classifier or self.masked_head) and self.is_causal:
             raise ConfigError(
-                "pooling and classifiers are for encoders, whose blocks are bidirectional; these are causal"
+                "classifiers and masked heads are for encoders whose blocks are bidirectional; these are causal"
             )
-        if self.pooling and self.classifier:
-            raise ConfigError("an encoder has pooling or a classifier, not both")
+        if self.pooling and self.is_causal and self.head != "none":
+            raise ConfigError("what pools gives one vector a text and has no vocabulary head; use head='none'")
+        if sum(map(bool, (self.pooling, self.classifier, self.masked_head))) > 1:
+            raise ConfigError("an encoder has pooling, a classifier or a masked head, not two of them")
+        if self.masked_head and self.masked_head.width != (self.embedding_width or self.hidden_size):
+            raise ConfigError(
+                f"a masked head scores by the embeddings of {self.embedding_width or self.hidden_size} channels, its "
+                f"width is {self.masked_head.width}"
+            )
 
     def _check_source(self) -> None:
         """A decoder that reads a source and its encoder belong together."""
@@ -321,7 +333,7 @@ class TransformerConfig:
     def _check_without_ids(self) -> None:
         """What reads patches or frames has nothing that belongs to ids."""
         ids = (self.vocab_size, self.token_types, self.position, self.relative_bias, self.embedding_width)
-        if any(ids) or self.head != "none" or self.pooling or self.classifier or self.is_causal:
+        if any(ids) or self.head != "none" or self.pooling or self.classifier or self.masked_head or self.is_causal:
             raise ConfigError(
                 "an encoder of images or recordings has bidirectional blocks, vocab_size 0, head 'none', positions of "
                 "its own and no token types"
@@ -341,8 +353,13 @@ class TransformerConfig:
 
     @property
     def is_causal(self) -> bool:
-        """Whether positions see only earlier ones (a decoder, with a KV cache)."""
+        """Whether positions see only earlier ones."""
         return self.blocks[0].attention.causal
+
+    @property
+    def is_decoder(self) -> bool:
+        """Whether it goes on with a text over a KV cache: causal blocks whose states are not pooled to one vector."""
+        return self.is_causal and self.pooling is None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is its inverse."""
@@ -380,6 +397,7 @@ _RECORDS = {
         BlockConfig,
         PoolingConfig,
         ClassifierConfig,
+        MaskedHeadConfig,
         AttentionPoolConfig,
         ImageReadoutConfig,
         PreprocessingConfig,

@@ -1,4 +1,4 @@
-"""A bidirectional Transformer over a padded batch: the module that is exported for encoders.
+"""A Transformer over a padded batch of whole texts: the module that is exported for encoders.
 
 In: ids and lengths. Out: hidden states, and one vector a text where the config pools. It has no weights of its own;
 the eager reference for one text at a time is `Transformer` itself.
@@ -10,16 +10,15 @@ from torch import Tensor, arange, finfo, float32, nn, tensor, where
 
 from graphport.model_def.attention import RotaryTables
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.ops import pool
 from graphport.model_def.position_config import ConfigError, RelativeBias, length_switch
 from graphport.model_def.positions import relative_buckets
-from graphport.model_def.transformer import Transformer
+from graphport.model_def.transformer import Transformer, select_rows
 
 
 class Encoder(nn.Module):
-    """A Transformer without a causal mask, over rows whose real tokens come first.
+    """A Transformer without a cache, over rows whose real tokens come first.
 
-    Raises ConfigError for causal configs, for those with a vocabulary head, and when `max_length` is beyond the
+    Raises ConfigError for decoders, for configs with a vocabulary head, and when `max_length` is beyond the
     positions or crosses the length at which a rotary scaling changes its frequencies.
     """
 
@@ -34,13 +33,17 @@ class Encoder(nn.Module):
         if isinstance(model.config.relative_bias, RelativeBias):
             self.register_buffer("buckets", relative_buckets(model.config.relative_bias, max_length), persistent=False)
 
-    def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:
-        """input_ids int64 [B, S], lengths int32 [B], token_types int64 [B, S] to hidden states float32 [B, S, W].
+    def forward(self, input_ids: Tensor, lengths: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """input_ids int64 [B, S], lengths int32 [B] to hidden states float32 [B, S, W].
 
-        With pooling also embeddings float32 [B, W], not normalised; with a classifier logits float32 [B, L], or
-        [B, S, L] per token. Hidden states and logits beyond a row's length are unspecified.
+        `others`: token_types int64 [B, S] where there are several, then logits_rows int64 [R] of a masked head.
+
+        With pooling also embeddings float32 [B, D], not normalised; with a classifier logits float32 [B, L], or
+        [B, S, L] per token; with a masked head logits float32 [R, V] of the rows of the flattened states. Hidden states
+        and logits beyond a row's length are unspecified.
         """
         length = input_ids.shape[1]
+        token_types = others[0] if others and self.model.config.token_types > 1 else None
         x = self.model.embed(input_ids, arange(length), token_types)
         biases = self._biases(length)
         for layer, block in enumerate(self.model.layers):
@@ -49,9 +52,12 @@ class Encoder(nn.Module):
         x = self.model.read_out(x)
         hidden = x.to(float32)
         if self.model.classifier is not None:
-            return hidden, self.model.classifier(x).to(float32)
-        pooling = self.model.config.pooling
-        return (hidden,) if pooling is None else (hidden, pool(x, lengths, pooling.kind).to(float32))
+            return hidden, self.model.classifier(x, lengths).to(float32)
+        if self.model.masked_head is not None:
+            rows = select_rows(x, others[-1])
+            return hidden, self.model.masked_head(rows, self.model.embedding.weight).to(float32)
+        pooling = self.model.pooling
+        return (hidden,) if pooling is None else (hidden, pooling(x, input_ids, lengths).to(float32))
 
     def _biases(self, length: int) -> list[Tensor | None]:
         """What is added to the scores of each layer [1, 1 or N, S, S]: the relative bias, and what a window hides."""
@@ -75,14 +81,22 @@ class Encoder(nn.Module):
 
 def check_can_encode(config: TransformerConfig, max_length: int) -> None:
     """Raise ConfigError unless `config` can be exported as an encoder of texts up to `max_length` tokens."""
-    if config.is_causal:
-        raise ConfigError("an encoder needs bidirectional attention; this config describes a decoder")
+    if config.is_decoder:
+        raise ConfigError("an encoder needs bidirectional attention or pooling; this config describes a decoder")
+    if config.is_causal and config.relative_bias is not None:
+        raise ConfigError("a causal encoder has no relative bias, whose buckets count both sides")
     if config.head != "none":
         raise ConfigError("an encoder gives hidden states and embeddings; leave its vocabulary head out (head='none')")
     if not 1 <= max_length <= config.max_positions:
         raise ConfigError(
             f"max_length ({max_length}) must lie in 1 .. max_positions ({config.max_positions}); "
             "choose it with --context"
+        )
+    is_filled = config.pooling is not None and config.pooling.filled_with is not None
+    if is_filled and max_length != config.max_positions:
+        raise ConfigError(
+            f"texts are filled up to {config.max_positions} tokens, as the model was trained; max_length is "
+            f"{max_length}: leave --context out"
         )
     for block in config.blocks:
         switch = None if block.attention.rotary is None else length_switch(block.attention.rotary)

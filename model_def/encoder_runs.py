@@ -42,7 +42,7 @@ class ImageModel(Protocol):
 def outputs_of(config: TransformerConfig) -> tuple[str, ...]:
     """The outputs of an encoder: the hidden states, and what it reads out of them, if anything."""
     readout = None if config.image is None else config.image.readout
-    if config.classifier is not None or (readout is not None and readout.labels):
+    if config.classifier is not None or config.masked_head is not None or (readout is not None and readout.labels):
         return HIDDEN_STATES, LOGITS
     return (HIDDEN_STATES, EMBEDDINGS) if config.pooling is not None or readout is not None else (HIDDEN_STATES,)
 

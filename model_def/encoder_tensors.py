@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from graphport.model_def.checkpoint_record import Shape, account_for_tensors, stored_name
+from graphport.model_def.checkpoint_record import CheckpointError, Shape, account_for_tensors, stored_name
 from graphport.model_def.huggingface_encoders import EncoderFamily
+from graphport.model_def.huggingface_heads import MASKED_HEADS
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
 from graphport.model_def.stored_parts import StoredPart, needed_shapes
 
@@ -26,14 +27,14 @@ def find_encoder_tensors(
 ) -> tuple[dict[str, StoredPart], list[str]]:
     """Where each of our parameters `shapes` is in the files, and notes on what was left out or converted.
 
-    `head`: a classifier's parameters to the checkpoint's names of them.
+    `head`: parameters of a head to the checkpoint's names of them.
 
     Raises CheckpointError for what is missing, extra or of the wrong shape.
     """
     has_prefix = any(name.startswith(family.prefix) for name in files.tensors)
     prefix = family.prefix if has_prefix else ""
     parts = {
-        name: StoredPart(head[name]) if name in head else _part(name, shape[0], prefix, family, files)
+        name: StoredPart(_spelled(head[name], files)) if name in head else _part(name, shape[0], prefix, family, files)
         for name, shape in shapes.items()
     }
     needed = needed_shapes(parts, shapes)
@@ -43,6 +44,17 @@ def find_encoder_tensors(
     notes = check_dtypes(Path(where), present)
     heads = sorted(name for name in left_out if not name.endswith(_BUFFERS))
     return parts, [*notes, f"left out, of heads that are not used: {', '.join(heads)}"] if heads else notes
+
+
+def check_tied(folder: Path, files: WeightFiles, family: EncoderFamily) -> None:
+    """Raise CheckpointError where a masked head's matrix is stored and is not the embeddings'."""
+    decoder = f"{MASKED_HEADS[family.model_type].decoder}.weight"
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files.tensors) else ""
+    embedding = prefix + family.outer["embedding.weight"]
+    if decoder not in files.tensors or embedding not in files.tensors:
+        return
+    if not torch.equal(files.read(decoder), files.read(embedding)):
+        raise CheckpointError(f"{folder}: {decoder} and {embedding} are different tensors; a masked head is tied")
 
 
 def _part(name: str, num_rows: int, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:

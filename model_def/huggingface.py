@@ -19,24 +19,32 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily, find_encoder_decoder_family
 from graphport.model_def.encoder_decoder_tensors import StoredEncoderDecoder
-from graphport.model_def.encoder_tensors import find_encoder_tensors
+from graphport.model_def.encoder_tensors import check_tied, find_encoder_tensors
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
 from graphport.model_def.huggingface_forced_tokens import read_forced_tokens
-from graphport.model_def.huggingface_heads import read_classifier
+from graphport.model_def.huggingface_heads import read_classifier, read_masked_head
 from graphport.model_def.huggingface_speech import check_features
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
+    read_mask_id,
     read_special_tokens,
     read_tokenizer_json,
 )
-from graphport.model_def.huggingface_vision import find_vision_family
+from graphport.model_def.huggingface_vision import VisionFamily, find_vision_family, read_tower
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.safetensors_files import find_weight_files
+from graphport.model_def.safetensors_files import WeightFiles, find_weight_files
 from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe
 from graphport.model_def.stored_decoder import StoredDecoder
+from graphport.model_def.text_towers import (
+    SIMILARITY_TENSORS,
+    find_text_tower,
+    projection_names,
+    read_similarity,
+    read_text_tower,
+)
 from graphport.model_def.transformer import parameter_shapes
 from graphport.model_def.vision_tensors import load_image_encoder
 
@@ -66,7 +74,7 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
         return _load_encoder(folder, values, family, name=name)
     vision = find_vision_family(values.get("model_type"))
     if vision is not None:
-        return load_image_encoder(folder, values, vision, name=name)
+        return _load_towers(folder, values, vision, name=name)
     pair = find_encoder_decoder_family(values.get("model_type"))
     if pair is not None:
         return _load_encoder_decoder(folder, values, pair, name=name)
@@ -158,21 +166,57 @@ def _load_encoder_decoder(
     )
 
 
-def _load_encoder(folder: Path, values: Mapping[str, Any], family: EncoderFamily, *, name: str | None) -> Checkpoint:
+def _load_towers(folder: Path, values: Mapping[str, Any], family: VisionFamily, *, name: str | None) -> Checkpoint:
+    """The image tower, and the text tower where the folder has both."""
+    files = find_weight_files(folder)
+    has_text = family.text is not None and any(stored.startswith("text_model.") for stored in files.tensors)
+    images = load_image_encoder(folder, values, family, files, name=name, has_text=has_text)
+    tower = find_encoder_family(family.text)
+    if not has_text or tower is None:
+        return images
+    own = {**read_tower(values, "text_config"), "model_type": tower.model_type}
+    if "projection_dim" in family.keys:
+        own["projection_dim"] = values.get("projection_dim", 512)
+    others = ("vision_model.", "visual_projection.", *SIMILARITY_TENSORS)
+    texts = {stored: tensor for stored, tensor in files.tensors.items() if not stored.startswith(others)}
+    text = _load_encoder(folder, own, tower, files=dataclasses.replace(files, tensors=texts), name=name)
+    return dataclasses.replace(images, text=text, similarity=read_similarity(folder, files))
+
+
+def _load_encoder(
+    folder: Path,
+    values: Mapping[str, Any],
+    family: EncoderFamily,
+    *,
+    files: WeightFiles | None = None,
+    name: str | None,
+) -> Checkpoint:
+    files = files or find_weight_files(folder)
+    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    tower = find_text_tower(family.model_type)
+    recipe, head = None, {}
     try:
-        config, notes = read_encoder_config(values, family)
+        if tower is None:
+            config, notes = read_encoder_config(values, family)
+        else:
+            head = projection_names(tower, files)
+            config, notes = read_text_tower(values, tower, has_projection=bool(head))
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE}: {error}") from error
-    recipe, head = None, None if (folder / MODULES_FILE).is_file() else read_classifier(values)
-    if head is None:
-        recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
-        config = dataclasses.replace(config, pooling=recipe.pooling)
-    else:
-        config = dataclasses.replace(config, pooling=None, classifier=head[0])
-    files = find_weight_files(folder)
+    if tower is None:
+        embeds = (folder / MODULES_FILE).is_file()
+        classifier = None if embeds else read_classifier(values)
+        masked = None if embeds else read_masked_head(values, config, read_mask_id(folder, tokenizer_json))
+        if classifier is not None:
+            config, head = dataclasses.replace(config, pooling=None, classifier=classifier[0]), classifier[1]
+        elif masked is not None:
+            check_tied(folder, files, family)
+            config, head = dataclasses.replace(config, pooling=None, masked_head=masked[0]), masked[1]
+        else:
+            recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
+            config = dataclasses.replace(config, pooling=recipe.pooling)
     shapes = parameter_shapes(config)
-    parts, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes, {} if head is None else head[1])
-    tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
+    parts, tensor_notes = find_encoder_tensors(str(folder), family, files, shapes, head)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)
     return Checkpoint(
         config=config,

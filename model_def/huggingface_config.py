@@ -53,7 +53,8 @@ def find_decoder_family(values: Values) -> DecoderFamily:
             return family if family.refine is None else family.refine(family, values)
     known = [
         *(family.model_type for family in DECODER_FAMILIES),
-        *(encoder.model_type for encoder in (*ENCODER_FAMILIES, *VISION_FAMILIES)),
+        *(encoder.model_type for encoder in ENCODER_FAMILIES),
+        *(encoder.model_type for encoder in VISION_FAMILIES),
     ]
     raise CheckpointError(
         f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}; {_nearest(values)}"

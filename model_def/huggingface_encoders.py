@@ -27,6 +27,8 @@ from graphport.model_def.huggingface_values import (
 from graphport.model_def.modernbert_config import read_modernbert_config
 from graphport.model_def.position_config import LearnedPosition, RelativeBias
 from graphport.model_def.readout_config import PoolingConfig
+from graphport.model_def.text_towers import TEXT_OUTER, TEXT_TOWERS
+from graphport.model_def.vision_tensors import CLIP_BLOCKS
 
 _LAYER_KEYS = {
     "hidden_size": "hidden_size",
@@ -147,7 +149,7 @@ def _roberta(model_type: str) -> EncoderFamily:
     )
 
 
-ENCODER_FAMILIES = (
+ENCODER_FAMILIES: tuple[EncoderFamily, ...] = (
     EncoderFamily(
         model_type="bert",
         prefix="bert.",
@@ -201,6 +203,17 @@ ENCODER_FAMILIES = (
             "feed_forward.up": 1,
         },
         heads=("head.", "decoder.", "classifier."),
+    ),
+    *(
+        EncoderFamily(
+            model_type=tower.model_type,
+            prefix="text_model.",
+            outer=TEXT_OUTER,
+            blocks="encoder.layers",
+            modules=CLIP_BLOCKS,
+            heads=(),
+        )
+        for tower in TEXT_TOWERS
     ),
 )
 

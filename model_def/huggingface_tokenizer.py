@@ -73,6 +73,12 @@ def read_special_tokens(folder: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
+def read_mask_id(folder: Path, tokenizer_json: str | None) -> int | None:
+    """The id of the token that stands for a missing one, None where the tokenizer names none."""
+    tokenizer = json.loads(tokenizer_json) if tokenizer_json else {}
+    return _token_id(tokenizer, read_json(folder / "tokenizer_config.json"), "mask_token", [])
+
+
 def read_generation(
     folder: Path, config: Values, tokenizer_json: str | None, *, vocab_size: int
 ) -> tuple[GenerationDefaults, list[str]]:

@@ -61,7 +61,8 @@ _POOLER_ACTIVATIONS: Mapping[str, Transform] = {"tanh": "tanh", "relu": "relu", 
 class VisionFamily:
     """One `model_type`: its keys, transformers' defaults for those that may be absent, and how its tensors are called.
 
-    `inner`: the key of the vision tower's own configuration, in a configuration of two towers. `classifies`: what the
+    `inner`: the key of the vision tower's own configuration, in a configuration of two towers, and `text` the
+    `model_type` of the other one. `classifies`: what the
     classification head reads. `processor`: whose preprocessing a folder has that does not say so.
     """
 
@@ -75,6 +76,7 @@ class VisionFamily:
     prefix_tokens: int = 1
     keys: tuple[str, ...] = ()
     inner: str | None = None
+    text: str | None = None
     classifies: Selection = "class"
 
 
@@ -86,6 +88,7 @@ _SIGLIP_KEYS = ("intermediate_size", "vision_use_head")
 def _clip(model_type: str, inner: str | None) -> VisionFamily:
     return VisionFamily(
         model_type=model_type,
+        text="clip_text_model" if inner else None,
         layout="clip",
         prefix="vision_model.",
         processor="CLIP",
@@ -101,6 +104,7 @@ def _clip(model_type: str, inner: str | None) -> VisionFamily:
 def _siglip(model_type: str, inner: str | None) -> VisionFamily:
     return VisionFamily(
         model_type=model_type,
+        text="siglip_text_model" if inner else None,
         layout="clip",
         prefix="vision_model.",
         processor="Siglip",
@@ -165,7 +169,7 @@ def read_vision_config(
 
     Raises CheckpointError for keys and values that are not supported, ConfigError for numbers that no transformer has.
     """
-    tower = _tower(values, family)
+    tower = _checked_tower(values, family)
     notes = check_keys(
         {**tower, "model_type": family.model_type},
         family.model_type,
@@ -213,7 +217,7 @@ def read_vision_config(
     return config, notes
 
 
-def _tower(values: Values, family: VisionFamily) -> Values:
+def _checked_tower(values: Values, family: VisionFamily) -> Values:
     """The configuration of the vision tower."""
     if family.inner is None:
         return values
@@ -222,10 +226,15 @@ def _tower(values: Values, family: VisionFamily) -> Values:
         *("logit_scale_init_value", "initializer_factor"),
     )
     check_keys(values, family.model_type, read=known, ignored=_IGNORED, neutral=ENCODER_NEUTRAL)
-    tower = values.get(family.inner) or {}
-    older = values.get(f"{family.inner}_dict") or {}  # what it says goes before, as transformers reads it
+    return read_tower(values, family.inner)
+
+
+def read_tower(values: Values, key: str) -> Values:
+    """The configuration of one tower, `key`, in that of two."""
+    tower = values.get(key) or {}
+    older = values.get(f"{key}_dict") or {}  # what it says goes before, as transformers reads it
     if not isinstance(tower, dict) or not isinstance(older, dict):
-        raise CheckpointError(f"config.json: {family.inner} must be an object, got {tower!r:.80}")
+        raise CheckpointError(f"config.json: {key} must be an object, got {tower!r:.80}")
     return {**tower, **older}
 
 

@@ -206,13 +206,15 @@ def padded_attention(
     scale: float,
     softcap: float,
     interleaved: bool,
+    causal: bool,
 ) -> Tensor:
-    """Bidirectional attention within rows of different lengths.
+    """Attention within rows of different lengths, bidirectional unless `causal`.
 
     query [B, S, N*H]; key, value [B, S, K*H]; lengths int32 [B], a row's real tokens, which come first; cos, sin
     [P, D/2] or None, for positions 0 .. S-1; bias float, broadcasts to [B, N, S, S] from [1, 1 or N, S, S], is added to
-    the scores after the cap. softcap 0 is off. Returns the heads joined [B, S, N*H]. Keys and values
-    beyond a row's length reach nothing, whatever they hold; the output there is finite and otherwise unspecified.
+    the scores after the cap. softcap 0 is off. `causal`: position i sees 0 .. i. Returns the heads joined [B, S, N*H].
+    Keys and values beyond a row's length reach nothing, whatever they hold; the output there is finite and otherwise
+    unspecified.
     """
     length = query.shape[1]
     queries, keys = split_heads(query, num_heads), split_heads(key, num_kv_heads)
@@ -221,11 +223,15 @@ def padded_attention(
         keys = rotate(keys, cos[:length], sin[:length], interleaved=interleaved)
     real = torch.arange(length, device=lengths.device) < lengths[:, None]  # [B, S]
     written = real[:, None, :, None]
+    visible = real[:, None, None]
+    if causal:
+        position = torch.arange(length, device=lengths.device)
+        visible = visible & (position <= position[:, None])
     attended = attend(
         queries.where(written, 0),
         keys.where(written, 0),
         split_heads(value, num_kv_heads).where(written, 0),
-        visible=real[:, None, None],
+        visible=visible,
         bias=bias,
         scale=scale,
         softcap=softcap,
@@ -247,6 +253,7 @@ def _(
     scale: float,
     softcap: float,
     interleaved: bool,
+    causal: bool,
 ) -> Tensor:
     return query.new_empty(query.shape)
 

@@ -24,6 +24,7 @@ Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
+TOWERS_KIND = "two_towers"  # what a manifest says that joins two bundles (see `towers.py`)
 
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
@@ -233,8 +234,9 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     `input_ids` int64 [batch, sequence]; `lengths` int32 [batch], the real tokens of each row, which come first (padding
     before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
     `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
-    [batch, hidden] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
-    each token, where it classifies.
+    [batch, dimension] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
+    each token, where it classifies. With a masked head `logits_rows` int64 [rows], indices into the flattened
+    [batch * sequence] hidden states, and `logits` float32 [rows, vocab].
     """
     inputs = [
         TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "sequence")),
@@ -245,11 +247,16 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     width = config.hidden_size
     outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", "sequence", width))]
     if config.pooling is not None:
-        outputs.append(TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", width)))
+        outputs.append(
+            TensorSpec(name=EMBEDDINGS, dtype="float32", shape=("batch", config.pooling.vector_width(width)))
+        )
     if config.classifier is not None:
         tokens = ("sequence",) if config.classifier.per_token else ()
         shape = ("batch", *tokens, len(config.classifier.labels))
         outputs.append(TensorSpec(name=LOGITS, dtype="float32", shape=shape))
+    if config.masked_head is not None:
+        inputs.append(TensorSpec(name=LOGITS_ROWS, dtype="int64", shape=("rows",)))
+        outputs.append(TensorSpec(name=LOGITS, dtype="float32", shape=("rows", config.vocab_size)))
     return Signature(inputs=tuple(inputs), outputs=tuple(outputs))
 
 
@@ -357,6 +364,10 @@ def read_manifest(folder: Path) -> Manifest:
             raise ManifestError(
                 f"{path} has format {written}, this graphport reads {MANIFEST_FORMAT}; export the bundle again"
             )
+        if data.get("kind") == TOWERS_KIND:
+            raise ManifestError(
+                f"{folder} holds two bundles, of texts and of images; give {folder}/text or {folder}/images"
+            )
         return _manifest(data)
     except ManifestError:
         raise
@@ -398,9 +409,9 @@ def _require_plausible(manifest: Manifest) -> None:
         raise ValueError(
             f"kind is {manifest.kind}, but the configuration has {'no' if config.encoder is None else 'an'} encoder"
         )
-    if (manifest.kind in ("decoder", "encoder_decoder")) != config.is_causal:
+    if (manifest.kind in ("decoder", "encoder_decoder")) != config.is_decoder:
         raise ValueError(
-            f"kind is {manifest.kind}, but the configuration is {'' if config.is_causal else 'not '}causal"
+            f"kind is {manifest.kind}, but the configuration is {'' if config.is_decoder else 'not '}a decoder's"
         )
     if (manifest.kind == "image_encoder") != (config.image is not None):
         reads = "no images" if config.image is None else "images"

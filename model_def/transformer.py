@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from graphport.model_def.attention import CacheStep, RotaryTables, ScoreBias
 from graphport.model_def.block import Block, Source, keep_all
-from graphport.model_def.classifier import Classifier
+from graphport.model_def.classifier import Classifier, MaskedHead
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.frames import FrameEmbedding
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
+from graphport.model_def.pooling import Pooling
 from graphport.model_def.position_config import (
     AlibiBias,
     ConfigError,
@@ -62,7 +63,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(block, config.hidden_size, source_size) for block in config.blocks)
         self.encoder = None if config.encoder is None else Transformer(config.encoder)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.pooling = Pooling(config.pooling, config.hidden_size) if config.pooling else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
+        self.masked_head: MaskedHead | None = None
+        if config.masked_head is not None:
+            sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+            self.masked_head = MaskedHead(config.masked_head, **sizes)
         self.head: Head | None = Head(config) if config.head != "none" else None
         self.image_readout: ImageReadout | None = None
         if config.image is not None and config.image.readout is not None:
@@ -301,11 +307,11 @@ class CachedDecoder(nn.Module):
             if block.cross_attention is not None:
                 lengths, *sources = past[num_caches:]
                 read_source = block.reading(sources[2 * layer], sources[2 * layer + 1], lengths)
-                keep = functools.partial(_select_rows, rows=logits_rows) if is_last else keep_all
+                keep = functools.partial(select_rows, rows=logits_rows) if is_last else keep_all
                 x = block.after_attention(x, attended, read_source, keep)
                 continue
             if is_last:
-                x, attended = _select_rows(x, logits_rows), _select_rows(attended, logits_rows)
+                x, attended = select_rows(x, logits_rows), select_rows(attended, logits_rows)
             x = block.after_attention(x, attended)
         return self.model.read_out(x).to(torch.float32), *present
 
@@ -324,14 +330,14 @@ class CachedDecoder(nn.Module):
         return RotaryTables(self.get_buffer(f"cos_{layer}"), self.get_buffer(f"sin_{layer}"))
 
 
-def _select_rows(x: Tensor, rows: Tensor) -> Tensor:
+def select_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Rows [R] of the flattened x [B, S, W], [R, W]; a lookup, because that exports as one Gather."""
     return nn.functional.embedding(rows, x.reshape(-1, x.shape[-1]))
 
 
 def check_can_decode(config: TransformerConfig, max_length: int) -> None:
     """Raise ConfigError unless `config` can be decoded with a cache up to `max_length` positions."""
-    if not config.is_causal or config.head == "none":
+    if not config.is_decoder or config.head == "none":
         raise ConfigError("a cached decoder needs causal attention and a head; this config describes an encoder")
     if not 1 <= max_length <= config.max_positions:
         raise ConfigError(

@@ -21,7 +21,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.huggingface_values import Values
 from graphport.model_def.huggingface_vision import VisionFacts, VisionFamily, read_vision_config
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.safetensors_files import WeightFiles, check_dtypes, find_weight_files
+from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
 from graphport.model_def.signature import GenerationDefaults
 from graphport.model_def.transformer import parameter_shapes
 
@@ -42,7 +42,7 @@ _DINO_BLOCKS = {
     "feed_forward.down": "mlp.fc2",
     "feed_forward_norm": "norm2",
 }
-_CLIP_BLOCKS = {
+CLIP_BLOCKS = {
     "attention.query": "self_attn.q_proj",
     "attention.key": "self_attn.k_proj",
     "attention.value": "self_attn.v_proj",
@@ -55,7 +55,8 @@ _CLIP_BLOCKS = {
 # stored scales by the module whose output they multiply
 _LAYER_SCALES = {"attention.output": "layer_scale1.lambda1", "feed_forward.down": "layer_scale2.lambda1"}
 
-_LEFT_OUT = ("text_model.", "text_projection.", "logit_scale", "logit_bias", "pooler.", "decoder.", "head.")
+_BESIDE = ("text_model.", "text_projection.", "logit_scale", "logit_bias")
+_LEFT_OUT = (*_BESIDE, "pooler.", "decoder.", "head.")
 _MASK_TOKEN = "embeddings.mask_token"
 _POSITION_IDS = "embeddings.position_ids"
 
@@ -67,9 +68,13 @@ class Source(NamedTuple):
     make: Callable[..., Tensor]
 
 
-def load_image_encoder(folder: Path, values: Values, family: VisionFamily, *, name: str | None) -> Checkpoint:
-    """Read the image encoder in `folder`. Raises CheckpointError before a weight is read where that is possible."""
-    files = find_weight_files(folder)
+def load_image_encoder(
+    folder: Path, values: Values, family: VisionFamily, files: WeightFiles, *, name: str | None, has_text: bool
+) -> Checkpoint:
+    """Read the image encoder in `folder`; `has_text`: what is not its own is read beside it.
+
+    Raises CheckpointError before a weight is read where that is possible.
+    """
     facts = VisionFacts(
         has_pooler=any(tensor.endswith("pooler.dense.weight") for tensor in files.tensors),
         has_projection="visual_projection.weight" in files.tensors,
@@ -84,7 +89,7 @@ def load_image_encoder(folder: Path, values: Values, family: VisionFamily, *, na
     present = {stored: tensor for stored, tensor in files.tensors.items() if stored not in left_out}
     account_for_tensors(str(folder), found={key: tensor.shape for key, tensor in present.items()}, needed=needed)
     notes += check_dtypes(folder, present)
-    parts = sorted({_part_of(stored, family) for stored in left_out})
+    parts = sorted({_part_of(stored, family) for stored in left_out if not (has_text and stored.startswith(_BESIDE))})
     return Checkpoint(
         config=config,
         weights={
@@ -123,7 +128,7 @@ class _Names:
         self._is_clip = family.layout == "clip"
         self._has_scales = family.model_type == "dinov2"
         blocks = _DINO_BLOCKS if self._has_scales else _VIT_BLOCKS
-        self._blocks = _CLIP_BLOCKS if self._is_clip else blocks
+        self._blocks = CLIP_BLOCKS if self._is_clip else blocks
 
     def sources(self, shapes: Mapping[str, Shape]) -> dict[str, Source]:
         """Where each of our parameters comes from."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from graphport.runtime.bundle_files import open_bundle
+    from graphport.runtime.dual_encoder import DualEncoder, load_dual_encoder
     from graphport.runtime.encoder import Encoder, load_encoder
     from graphport.runtime.generation_output import GenerationOutput
     from graphport.runtime.image_encoder import ImageEncoder, load_image_encoder
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from graphport.runtime.tuning_trial import tune
 
 __all__ = [
+    "DualEncoder",
     "Encoder",
     "GenerationOutput",
     "ImageEncoder",
@@ -30,6 +32,7 @@ __all__ = [
     "StreamEvent",
     "Tuning",
     "load",
+    "load_dual_encoder",
     "load_encoder",
     "load_image_encoder",
     "load_language_model",
@@ -40,6 +43,7 @@ __all__ = [
 
 # ONNX Runtime is loaded when something that needs it is first asked for.
 _HOMES = {
+    "DualEncoder": "graphport.runtime.dual_encoder",
     "Encoder": "graphport.runtime.encoder",
     "GenerationOutput": "graphport.runtime.generation_output",
     "ImageEncoder": "graphport.runtime.image_encoder",
@@ -51,6 +55,7 @@ _HOMES = {
     "StreamEvent": "graphport.runtime.sequence",
     "Tuning": "graphport.runtime.tuning",
     "load": "graphport.runtime.loading",
+    "load_dual_encoder": "graphport.runtime.dual_encoder",
     "load_encoder": "graphport.runtime.encoder",
     "load_image_encoder": "graphport.runtime.image_encoder",
     "load_language_model": "graphport.runtime.language_model",

@@ -1,12 +1,13 @@
 """An encoder's bundle opened for use: texts or ids in, a vector or label scores a text out.
 
 In: texts in any number and order. Out: embeddings or label scores float32, in that order. It checks every text before
-any runs; which texts run together is decided by `encoder_batches.py`. Legend: W hidden size, L labels.
+any runs; which texts run together is decided by `encoder_batches.py`. Legend: W hidden size, D vector width, L
+labels.
 """
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,14 @@ from numpy.typing import NDArray
 
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
-from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
-from graphport.runtime.device import Device, DeviceWish, default_threads
+from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_batches import cut_batches
 from graphport.runtime.encoder_session import EncoderSession
-from graphport.runtime.limits import MOST_ROWS, checked_count
-from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.limits import checked_count
+from graphport.runtime.masked_tokens import FilledMask, best_tokens
+from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
 from graphport.runtime.prompts import checked_prompt_ids
-from graphport.runtime.session import checked_threads
 from graphport.runtime.tokenizer import Tokenizer
 
 Text = str | Sequence[int] | NDArray[np.integer[Any]]
@@ -64,11 +64,10 @@ def load_encoder(
     )
 
 
-class Encoder:
-    """An open encoder. Methods may be called from several threads.
+class Encoder(OpenEncoder):
+    """An open encoder of texts.
 
-    Attributes: `device`, `device_id`, `provider_options`, `memory_plan`, `threads`, `max_batch`, `max_length`,
-    `dimension` W, `manifest`, `tokenizer` (None if the bundle has none).
+    Attributes besides those of `OpenEncoder`: `dimension` D, `tokenizer` (None if the bundle has none).
     """
 
     def __init__(
@@ -84,37 +83,32 @@ class Encoder:
         stream: int | None = None,
         strict: bool = False,
     ) -> None:
-        self.manifest = bundle.manifest
-        if self.manifest.kind != "encoder":
+        if bundle.manifest.kind != "encoder":
             what, use = "a decoder", "generate"
-            if self.manifest.config.image is not None:
+            if bundle.manifest.config.image is not None:
                 what, use = "an image encoder", "encode_images"
             raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {use}")
-        longest = self.manifest.max_length
-        wish = longest if max_length is None else max_length
-        self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
-        self.max_batch = checked_count("max_batch", max_batch, most=MOST_ROWS)
-        self.threads = default_threads() if threads is None else checked_threads(threads)
-        limits = RunLimits(max_batch=self.max_batch, max_length=self.max_length, prefill_chunk=self.max_length)
-        certificate = require_certified(bundle) if strict else None
-        session = EncoderSession(
+        super().__init__(
             bundle,
-            limits=limits,
-            threads=self.threads,
+            max_batch=max_batch,
             device=device,
             device_id=device_id,
             provider_options=provider_options,
+            max_length=max_length,
+            threads=threads,
             stream=stream,
+            strict=strict,
         )
         self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
-        self.dimension = self.manifest.config.hidden_size
-        if certificate is not None:
-            require_same_surroundings(certificate, bundle.folder, session.device)
-        self.device: Device = session.device
-        self.device_id = session.device_id
-        self.provider_options = session.provider_options
-        self.memory_plan = session.memory_plan
-        self._session: EncoderSession | None = session
+        pooling = self.manifest.config.pooling
+        width = self.manifest.config.hidden_size
+        self.dimension = width if pooling is None else pooling.vector_width(width)
+        self._fill = None if pooling is None else pooling.filled_with
+        if self._fill is not None and self.max_length != self.manifest.max_length:
+            raise ValueError(
+                f"{bundle.folder}: texts are filled up to {self.manifest.max_length} tokens, as the model was trained; "
+                f"max_length is {self.max_length}: leave it out"
+            )
 
     def encode(
         self,
@@ -124,7 +118,7 @@ class Encoder:
         normalize: bool | None = None,
         truncate: bool = False,
     ) -> NDArray[np.float32]:
-        """One vector a text, float32 [len(texts), W], in the order of `texts` (each a str or a list of ids).
+        """One vector a text, float32 [len(texts), D], in the order of `texts` (each a str or a list of ids).
 
         batch_size: texts that run together, at most and by default `max_batch`. normalize: scale vectors to length 1,
         None as the model's recipe says; a vector of zeros stays. truncate: cut texts that are longer than `max_length`
@@ -134,24 +128,22 @@ class Encoder:
         """
         pooling = self.manifest.config.pooling
         if pooling is None:
-            other = "hidden_states" if self.manifest.config.classifier is None else "classify"
+            config = self.manifest.config
+            other = "fill_mask" if config.masked_head else "classify" if config.classifier else "hidden_states"
             raise ValueError(f"this bundle has no pooling, so no vector a text; use {other}")
         rows = self._checked_rows(texts, truncate=truncate)
         vectors = np.empty((len(rows), self.dimension), np.float32)
         for batch, found in self._runs(rows, EMBEDDINGS, batch_size):
             vectors[batch] = found
         require_finite(vectors)
-        if pooling.normalize if normalize is None else normalize:
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors /= np.where(lengths > 0, lengths, 1)
-        return vectors
+        return normalized(vectors) if (pooling.normalize if normalize is None else normalize) else vectors
 
     def hidden_states(
         self, texts: Sequence[Text], *, batch_size: int | None = None, truncate: bool = False
     ) -> list[NDArray[np.float32]]:
-        """The last hidden states of each text, float32 [its tokens, W]; arguments and errors as of `encode`."""
+        """The last hidden states of each text and what fills it up, float32 [tokens, W]; for the rest see `encode`."""
         rows = self._checked_rows(texts, truncate=truncate)
-        states: list[NDArray[np.float32]] = [np.empty((0, self.dimension), np.float32)] * len(rows)
+        states: list[NDArray[np.float32]] = [np.empty((0, self.manifest.config.hidden_size), np.float32)] * len(rows)
         for batch, found in self._runs(rows, HIDDEN_STATES, batch_size):
             for index, row in zip(batch, found, strict=True):
                 states[index] = row[: len(rows[index])].copy()
@@ -184,27 +176,48 @@ class Encoder:
                 scores[index] = label_probabilities(logits, multi_label=classifier.multi_label)
         return scores
 
-    def close(self) -> None:
-        """Give the session back; later calls raise."""
-        self._session = None
+    def masked_logits(
+        self, texts: Sequence[Text], *, batch_size: int | None = None, truncate: bool = False
+    ) -> list[NDArray[np.float32]]:
+        """Logits of each text's masked places, float32 [places, vocabulary]; arguments and errors as of `encode`.
 
-    def __enter__(self) -> "Encoder":
-        return self
+        A place is a mask token ("[MASK]", "<mask>"). Raises ValueError for texts without one.
+        """
+        head = self.manifest.config.masked_head
+        if head is None:
+            raise ValueError("this bundle has no masked head; use encode, classify or hidden_states")
+        if head.mask_id is None:
+            raise ValueError("the checkpoint's tokenizer_config.json names no mask_token; add it and export again")
+        rows = self._checked_rows(texts, truncate=truncate)
+        places = [[column for column, token in enumerate(row) if token == head.mask_id] for row in rows]
+        for index, columns in enumerate(places):
+            if not columns:
+                raise ValueError(f"text {index} has no masked place; write the mask token where a token is missing")
+        logits: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(rows)
+        for batch in self._batches(rows, batch_size):
+            longest = max(len(rows[index]) for index in batch)
+            asked = [line * longest + column for line, index in enumerate(batch) for column in places[index]]
+            found = self._open_session().run([rows[index] for index in batch], LOGITS, places=asked)
+            require_finite(found)
+            ends = np.cumsum([len(places[index]) for index in batch])[:-1]
+            for index, own in zip(batch, np.split(found, ends), strict=True):
+                logits[index] = own
+        return logits
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def fill_mask(
+        self, texts: Sequence[Text], *, top_k: int = 5, batch_size: int | None = None, truncate: bool = False
+    ) -> list[list[list[FilledMask]]]:
+        """The `top_k` most probable tokens of each masked place of each text; see `masked_logits`."""
+        most = self.manifest.config.vocab_size
+        count = checked_count("top_k", top_k, most=most, reason=", the vocabulary")
+        every = self.masked_logits(texts, batch_size=batch_size, truncate=truncate)
+        return [[best_tokens(row, top_k=count, tokenizer=self.tokenizer) for row in logits] for logits in every]
 
-    def _runs(
-        self, rows: Sequence[Sequence[int]], output: str, batch_size: int | None
-    ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Indices of the texts of each batch, and what the graph gives for them."""
-        session = self._session
-        if session is None:
-            raise RuntimeError("this Encoder is closed; load the bundle again")
-        size = self.max_batch if batch_size is None else batch_size
-        size = checked_count("batch_size", size, most=self.max_batch, reason=", max_batch of load")
-        for batch in cut_batches([len(row) for row in rows], max_rows=size):
-            yield batch, session.run([rows[index] for index in batch], output)
+    def _cut(self, items: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+        return cut_batches([len(row) for row in items], max_rows=size)
+
+    def _feed(self, session: EncoderSession, items: list[Sequence[int]], output: str) -> NDArray[np.float32]:
+        return session.run(items, output)
 
     def _checked_rows(self, texts: Sequence[Text], *, truncate: bool) -> list[tuple[int, ...]]:
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
@@ -234,8 +247,9 @@ class Encoder:
             raise ValueError(_too_long(name, len(text), self.max_length))
         return self._checked_ids(text[: self.max_length], name), bool(num_cut)
 
-    def _checked_ids(self, ids: object, name: str) -> tuple[int, ...]:
-        return checked_prompt_ids(ids, name, vocab_size=self.manifest.config.vocab_size, max_length=self.max_length)
+    def _checked_ids(self, ids: Any, name: str) -> tuple[int, ...]:  # noqa: ANN401 - ids of a caller, checked here
+        row = ids if self._fill is None else [*ids, *[self._fill] * (self.max_length - len(ids))]
+        return checked_prompt_ids(row, name, vocab_size=self.manifest.config.vocab_size, max_length=self.max_length)
 
 
 def _too_long(name: str, length: int, most: int) -> str:
@@ -243,21 +257,3 @@ def _too_long(name: str, length: int, most: int) -> str:
         f"{name} has {length} tokens, more than max_length ({most}); shorten it, or cut it with truncate=True (embed: "
         "--truncate), or export with a larger --context"
     )
-
-
-def label_probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> NDArray[np.float32]:
-    """Softmax of logits [..., L], a sigmoid of each with `multi_label`, a single one as it is."""
-    if logits.shape[-1] == 1:
-        return logits.copy()
-    if multi_label:
-        each: NDArray[np.float32] = 0.5 * (1 + np.tanh(0.5 * logits))  # the logistic function, without overflow
-        return each
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    shares: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
-    return shares
-
-
-def require_finite(values: NDArray[np.float32]) -> None:
-    """Raise FloatingPointError when a value is NaN or infinite."""
-    if not np.isfinite(values).all():
-        raise FloatingPointError("the model overflowed: a hidden state is not finite; export it with --precision bf16")

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from graphport.model_def.signature import (
     INPUT_IDS,
     LENGTHS,
+    LOGITS,
+    LOGITS_ROWS,
     PIXEL_VALUES,
     TOKEN_TYPE_IDS,
     encoder_signature,
@@ -64,18 +66,29 @@ class EncoderSession:
         self._setup = cuda  # the stream lives as long as the session that runs on it
 
     def run(
-        self, rows: Sequence[Sequence[int]], output: str, *, types: Sequence[Sequence[int]] | None = None
+        self,
+        rows: Sequence[Sequence[int]],
+        output: str,
+        *,
+        types: Sequence[Sequence[int]] | None = None,
+        places: Sequence[int] | None = None,
     ) -> NDArray[np.float32]:
         """`output` of rows of ids padded to the longest: hidden_states [B, S, W], embeddings [B, W], or logits.
 
-        What is beyond a row's length is unspecified. Token types, where the graph has them, are 0 unless given.
+        What is beyond a row's length is unspecified. Token types, where the graph has them, are 0 unless given. A
+        masked head gives logits [B, S, V] of all tokens, or [R, V] of `places` in the flattened batch [B * S].
         """
         lengths = np.array([len(row) for row in rows], np.int32)
         feed: dict[str, NDArray[Any]] = {INPUT_IDS: _padded(rows, lengths), LENGTHS: lengths}
         if TOKEN_TYPE_IDS in self._inputs:
             feed[TOKEN_TYPE_IDS] = np.zeros_like(feed[INPUT_IDS]) if types is None else _padded(types, lengths)
+        if LOGITS_ROWS in self._inputs:
+            every = np.arange(feed[INPUT_IDS].size if output == LOGITS else 0)
+            feed[LOGITS_ROWS] = every if places is None else np.array(places, np.int64)
         (found,) = self._session.run([output], feed)
         result: NDArray[np.float32] = found
+        if output == LOGITS and LOGITS_ROWS in self._inputs and places is None:
+            result = result.reshape(*feed[INPUT_IDS].shape, -1)
         return result
 
     def run_images(self, pixels: NDArray[np.float32], output: str) -> NDArray[np.float32]:

@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
 from graphport.model_def.vision_config import ImageConfig
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
-from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
-from graphport.runtime.device import Device, DeviceWish, default_threads
-from graphport.runtime.encoder import label_probabilities, require_finite
+from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_session import EncoderSession
-from graphport.runtime.limits import MOST_ROWS, checked_count
-from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
 from graphport.runtime.preprocessing import Pixels, picture_pixels, read_picture
-from graphport.runtime.session import checked_threads
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -58,12 +54,12 @@ def load_image_encoder(
     )
 
 
-class ImageEncoder:
-    """An open image encoder. Methods may be called from several threads.
+class ImageEncoder(OpenEncoder):
+    """An open image encoder.
 
     Images are one float32 array [n, C, h, w], or a list of arrays [C, h, w], files and pictures of Pillow's; the last
-    two go through the model's own preprocessing and need Pillow. Attributes: `device`, `device_id`, `provider_options`,
-    `memory_plan`, `threads`, `max_batch`, `max_length` in tokens, `dimension` D or W, `image`, `manifest`.
+    two go through the model's own preprocessing and need Pillow. Attributes besides those of `OpenEncoder`:
+    `dimension` D or W, `image`. `max_length` is in tokens.
     """
 
     def __init__(
@@ -79,36 +75,23 @@ class ImageEncoder:
         stream: int | None = None,
         strict: bool = False,
     ) -> None:
-        self.manifest = bundle.manifest
-        image = self.manifest.config.image
+        image = bundle.manifest.config.image
         if image is None:
-            raise ValueError(f"{bundle.folder} is a {self.manifest.kind}, which reads text and no images; use load")
-        longest = self.manifest.max_length
-        wish = longest if max_length is None else max_length
-        self.image: ImageConfig = image
-        self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
-        self.max_batch = checked_count("max_batch", max_batch, most=MOST_ROWS)
-        self.threads = default_threads() if threads is None else checked_threads(threads)
-        limits = RunLimits(max_batch=self.max_batch, max_length=self.max_length, prefill_chunk=self.max_length)
-        certificate = require_certified(bundle) if strict else None
-        session = EncoderSession(
+            raise ValueError(f"{bundle.folder} is a {bundle.manifest.kind}, which reads text and no images; use load")
+        super().__init__(
             bundle,
-            limits=limits,
-            threads=self.threads,
+            max_batch=max_batch,
             device=device,
             device_id=device_id,
             provider_options=provider_options,
+            max_length=max_length,
+            threads=threads,
             stream=stream,
+            strict=strict,
         )
+        self.image: ImageConfig = image
         width = self.manifest.config.hidden_size
         self.dimension = width if image.readout is None else image.readout.vector_width(width)
-        if certificate is not None:
-            require_same_surroundings(certificate, bundle.folder, session.device)
-        self.device: Device = session.device
-        self.device_id = session.device_id
-        self.provider_options = session.provider_options
-        self.memory_plan = session.memory_plan
-        self._session: EncoderSession | None = session
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -129,10 +112,7 @@ class ImageEncoder:
                 f"this bundle gives no vector an image; use {'classify_images' if self.labels else 'hidden_states'}"
             )
         vectors = self._read_out(images, EMBEDDINGS, batch_size)
-        if normalize:
-            lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-            vectors /= np.where(lengths > 0, lengths, 1)
-        return vectors
+        return normalized(vectors) if normalize else vectors
 
     def classify_images(self, images: "Images", *, batch_size: int | None = None) -> NDArray[np.float32]:
         """Probabilities of `labels` for each image, float32 [n, L]; arguments and errors as of `encode_images`.
@@ -156,16 +136,6 @@ class ImageEncoder:
                 require_finite(states[index])
         return states
 
-    def close(self) -> None:
-        """Give the session back; later calls raise."""
-        self._session = None
-
-    def __enter__(self) -> "ImageEncoder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _read_out(self, images: "Images", output: str, batch_size: int | None) -> NDArray[np.float32]:
         pixels = self._checked(images)
         vectors = np.empty((len(pixels), self.dimension), np.float32)
@@ -174,22 +144,16 @@ class ImageEncoder:
         require_finite(vectors)
         return vectors
 
-    def _runs(
-        self, pixels: Sequence[Pixels], output: str, batch_size: int | None
-    ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Indices of the images of each batch, all of one size, and what the graph gives for them."""
-        session = self._session
-        if session is None:
-            raise RuntimeError("this ImageEncoder is closed; load the bundle again")
-        size = self.max_batch if batch_size is None else batch_size
-        size = checked_count("batch_size", size, most=self.max_batch, reason=", max_batch of load")
+    def _cut(self, items: Sequence[Pixels], size: int) -> Iterator[list[int]]:
+        """Images of one size run together."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for index, image in enumerate(pixels):
+        for index, image in enumerate(items):
             groups.setdefault(image.shape, []).append(index)
         for group in groups.values():
-            for start in range(0, len(group), size):
-                batch = group[start : start + size]
-                yield batch, session.run_images(np.stack([pixels[index] for index in batch]), output)
+            yield from (group[start : start + size] for start in range(0, len(group), size))
+
+    def _feed(self, session: EncoderSession, items: list[Pixels], output: str) -> NDArray[np.float32]:
+        return session.run_images(np.stack(items), output)
 
     def _checked(self, images: "Images") -> list[Pixels]:
         """Float32 [C, h, w] of each image."""

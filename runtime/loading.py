@@ -1,16 +1,19 @@
 """Open a bundle of any kind.
 
-In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder` or an `ImageEncoder`, as the manifest says. It
-opens nothing itself.
+In: a path and what to run it with. Out: a `LanguageModel`, an `Encoder`, an `ImageEncoder` or a `DualEncoder`, as the
+manifest says. It opens nothing itself.
 """
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
+from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish
+from graphport.runtime.dual_encoder import DualEncoder, load_dual_encoder
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
 from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
@@ -35,14 +38,15 @@ def load(
     prepared: bool | None = None,
     tuned: bool = True,
     strict: bool = False,
-) -> LanguageModel | Encoder | ImageEncoder:
-    """Open a bundle: with `load_language_model`, `load_encoder` or `load_image_encoder`, as its kind is; see those.
+) -> LanguageModel | Encoder | ImageEncoder | DualEncoder:
+    """Open a bundle: with `load_language_model`, `load_encoder`, `load_image_encoder` or `load_dual_encoder`.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
     prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
-    files = open_bundle(bundle)
+    towers = find_towers(Path(bundle))
+    files = open_bundle(Path(bundle) / IMAGES_FOLDER if towers else bundle)
     if files.manifest.kind in ("decoder", "encoder_decoder"):
         return load_language_model(
             bundle,
@@ -63,6 +67,7 @@ def load(
             tuned=tuned,
             strict=strict,
         )
+    kind = "encoder of texts and images" if towers else files.manifest.kind
     refused = {
         "prefill_chunk": prefill_chunk is not None,
         "prefix_cache_bytes": prefix_cache_bytes != 0,
@@ -71,12 +76,23 @@ def load(
         "cuda_graphs": cuda_graphs is True,
         "spinning": spinning is not None,
         "prepared": prepared is True,
+        "max_length": towers is not None and max_length is not None,
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
         raise ValueError(
-            f"{names} cannot be heeded: {files.folder} is an {files.manifest.kind}, which has no cache and no decode "
-            "steps"
+            f"{names} cannot be heeded: {Path(bundle)} is an {kind}, which has no cache and no decode steps"
+        )
+    if towers is not None:
+        return load_dual_encoder(
+            bundle,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_batch=max_batch,
+            threads=threads,
+            stream=stream,
+            strict=strict,
         )
     if files.manifest.kind == "image_encoder":
         return ImageEncoder(

@@ -170,15 +170,16 @@ def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
 
     A larger tensor of logits is taken before the smaller is let go, which on the CPU is free.
     """
-    if not sizes.config.is_causal:
-        return _tokens_at_once(sizes, limits) * sizes.config.hidden_size * ELEMENT_BYTES["float32"]
+    if not sizes.config.is_decoder:
+        scores = 0 if sizes.config.masked_head is None else limits.max_batch * sizes.config.vocab_size  # a place a text
+        return (_tokens_at_once(sizes, limits) * sizes.config.hidden_size + scores) * ELEMENT_BYTES["float32"]
     rows = _logits_rows(sizes, limits) * (2 if sizes.device == "cuda" else 1)
     return rows * sizes.config.vocab_size * ELEMENT_BYTES["float32"]
 
 
 def _logits_rows(sizes: ModelSizes, limits: RunLimits) -> int:
     """Rows of logits at once: a token of each row, or a piece of a text that is scored; of an encoder none."""
-    if not sizes.config.is_causal:
+    if not sizes.config.is_decoder:
         return 0
     piece = max(1, SCORING_BYTES // (ELEMENT_BYTES["float32"] * sizes.config.vocab_size))
     return max(limits.max_batch, min(limits.prefill_chunk, limits.max_length, piece))
@@ -186,7 +187,7 @@ def _logits_rows(sizes: ModelSizes, limits: RunLimits) -> int:
 
 def _tokens_at_once(sizes: ModelSizes, limits: RunLimits) -> int:
     """Tokens of the largest step: a chunk of a prompt or a token of each row, and of an encoder all rows whole."""
-    if not sizes.config.is_causal:
+    if not sizes.config.is_decoder:
         return limits.max_batch * limits.max_length
     return max(min(limits.prefill_chunk, limits.max_length), limits.max_batch)
 
@@ -227,7 +228,7 @@ def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunL
     if sizes.device == "cpu":
         is_blockwise = sizes.float_type == "float32" and attention.softcap is None and not attention.sinks
         return 0 if is_blockwise else scores
-    if not attention.causal:  # the unfused kernel's scores, where no other takes the head size
+    if not sizes.config.is_decoder:  # the unfused kernel's scores, where no other takes the head size
         return scores
     widened = expanded * attention.num_kv_heads // attention.num_heads * limits.max_batch
     return expanded + (widened if sizes.cache_dtype != sizes.float_type else 0)

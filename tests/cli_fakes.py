@@ -100,6 +100,7 @@ class FakeExport:
         return types.SimpleNamespace(
             path=arguments[1],
             manifest=tiny_manifest(),
+            text_manifest=None,
             fusions={"pack_qkv": 30},
             certificate=self.checks,
             notes=["context limited to 13"],

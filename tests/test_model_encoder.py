@@ -28,7 +28,7 @@ KINDS = sorted(name for name, config in tiny_encoder_configs().items() if config
 
 def _attend(hidden: torch.Tensor, lengths: torch.Tensor = LENGTHS) -> torch.Tensor:
     return padded_attention(
-        hidden, hidden.roll(1, -1), hidden.roll(2, -1), lengths, None, None, None, 3, 3, 0.4, 0.0, False
+        hidden, hidden.roll(1, -1), hidden.roll(2, -1), lengths, None, None, None, 3, 3, 0.4, 0.0, False, False
     )
 
 
@@ -88,7 +88,7 @@ def test_b129_b130_pooling_reads_the_real_tokens_alone(kind: str) -> None:
 @pytest.mark.parametrize(
     ("config", "length", "reason"),
     [
-        (tiny_configs()["learned"], 8, "an encoder needs bidirectional attention; this config describes a decoder"),
+        (tiny_configs()["learned"], 8, "needs bidirectional attention or pooling; this config describes a decoder"),
         (tiny_encoder_configs()["encoder_with_head"], 8, "leave its vocabulary head out"),
         (tiny_encoder_configs()["encoder_bert"], 65, r"max_length \(65\) must lie in 1 .. max_positions \(64\)"),
     ],
@@ -99,7 +99,7 @@ def test_what_is_no_encoder_is_refused(config: TransformerConfig, length: int, r
 
 
 def test_pooling_of_a_decoder_and_an_unknown_pooling_are_refused() -> None:
-    with pytest.raises(ConfigError, match="pooling and classifiers are for encoders"):
+    with pytest.raises(ConfigError, match="what pools gives one vector a text and has no vocabulary head"):
         TransformerConfig.from_dict(tiny_configs()["learned"].to_dict() | {"pooling": {"type": "PoolingConfig"}})
     with pytest.raises(ConfigError, match=r"pooling kind must be one of mean, .*'median'"):
         PoolingConfig(kind="median")  # type: ignore[arg-type]

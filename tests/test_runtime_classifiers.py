@@ -39,7 +39,7 @@ def reference_logits(model: Any, ids: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", sorted(AUTO))
-@pytest.mark.parametrize("model_type", sorted(SEQUENCE_HEADS))
+@pytest.mark.parametrize("model_type", sorted((*SEQUENCE_HEADS, "modernbert")))
 def test_a_checkpoint_scores_as_transformers_does(model_type: str, kind: str, tmp_path: Path) -> None:
     model = make_classifier(model_type, kind)
     model.save_pretrained(tmp_path)
@@ -50,7 +50,8 @@ def test_a_checkpoint_scores_as_transformers_does(model_type: str, kind: str, tm
     ours.load_state_dict(checkpoint.weights, strict=True)
     with torch.inference_mode():
         assert ours.classifier is not None
-        found = ours.classifier(ours(torch.tensor([IDS[2]])))[0].numpy()
+        lengths = torch.tensor([len(IDS[2])], dtype=torch.int32)
+        found = ours.classifier(ours(torch.tensor([IDS[2]])), lengths)[0].numpy()
     wanted = reference_logits(model, IDS[2])
     limit = RELATIVE_TOLERANCES["checkpoint", "float32"] * np.abs(wanted).max()
     assert np.abs(found - wanted).max() <= limit
@@ -100,6 +101,13 @@ def test_tokens_are_classified_one_by_one(folder: Path) -> None:
             assert_parity(scores, _softmax(reference_logits(model, ids)), "compiled")
 
 
+def test_a_classifier_of_the_mean_reads_real_tokens_alone(folder: Path) -> None:
+    model = make_classifier("modernbert", "text", classifier_pooling="mean", norm_bias=True, classifier_bias=True)
+    with _bundle(folder, "mean", model) as encoder:
+        for ids, scores in zip(IDS, encoder.classify(IDS), strict=True):
+            assert_parity(scores, _softmax(reference_logits(model, ids)), "compiled")
+
+
 def test_labels_that_do_not_exclude_each_other_and_single_scores(folder: Path) -> None:
     several = make_classifier("roberta", "text", problem_type="multi_label_classification")
     with _bundle(folder, "several", several, verify=False) as encoder:
@@ -118,14 +126,16 @@ def test_an_int8_classifier_stays_close(folder: Path) -> None:
 
 
 def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
-    model = make_classifier("modernbert", "text")
-    model.save_pretrained(tmp_path / "modernbert")
-    with pytest.raises(CheckpointError, match=r"ModernBertForSequenceClassification is not read; .*without its head"):
+    make_classifier("modernbert", "text").save_pretrained(tmp_path / "modernbert")
+    edit_json(tmp_path / "modernbert/config.json", lambda values: values.update(classifier_pooling="max"))
+    with pytest.raises(CheckpointError, match="classifier_pooling must be cls or mean, got 'max'"):
         load_checkpoint(tmp_path / "modernbert")
     make_classifier("bert", "text").save_pretrained(tmp_path / "bert")
     edit_json(tmp_path / "bert/config.json", lambda values: values.update(id2label={"1": "a"}))
     with pytest.raises(CheckpointError, match=r"id2label must name the labels 0, 1, .*got \{'1': 'a'\}"):
         load_checkpoint(tmp_path / "bert")
+    with pytest.raises(ConfigError, match="a classifier's norm reads its dense layer; give transform"):
+        ClassifierConfig(labels=("a",), epsilon=1e-5)
     with pytest.raises(ConfigError, match="a classifier needs at least one label"):
         ClassifierConfig(labels=())
 

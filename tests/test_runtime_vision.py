@@ -23,7 +23,7 @@ from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder
 from graphport.runtime.preprocessing import picture_pixels
 
-KINDS = {"clip": {}, "vit classifier": {"image_size": (32, 32)}, "siglip no head": {}}
+KINDS = {"clip vision projection": {}, "vit classifier": {"image_size": (32, 32)}, "siglip no head": {}}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def clip(bundles: dict[str, Path]) -> ImageEncoder:
-    return load_image_encoder(bundles["clip"], threads=1, max_batch=4)
+    return load_image_encoder(bundles["clip vision projection"], threads=1, max_batch=4)
 
 
 def _picture(width: int, height: int, mode: str = "RGB") -> Image.Image:
@@ -55,13 +55,13 @@ def _assert_near(found: np.ndarray, wanted: Any) -> None:
 
 
 def test_b132_vectors_equal_transformers_whatever_the_sizes_and_the_order(clip: ImageEncoder) -> None:
-    model = make_vision("clip")
+    model = make_vision("clip vision projection")
     batches = [make_pixels(5, 32, 32), make_pixels(1, 40, 24), make_pixels(2, 16, 16)]
     for pixels in batches:
-        _assert_near(clip.encode_images(pixels.numpy()), reference_outputs("clip", model, pixels)[1])
+        _assert_near(clip.encode_images(pixels.numpy()), reference_outputs("clip vision projection", model, pixels)[1])
     order = [2, 7, 0, 5, 1, 6, 3, 4]
     images = [image for pixels in batches for image in pixels]
-    wanted = torch.cat([reference_outputs("clip", model, images[index][None])[1] for index in order])
+    wanted = torch.cat([reference_outputs("clip vision projection", model, images[index][None])[1] for index in order])
     _assert_near(clip.encode_images([images[index].numpy() for index in order], batch_size=3), wanted)
     states = clip.hidden_states([images[0].numpy(), images[5].numpy()])
     assert [len(state) for state in states] == [17, 16]
@@ -190,7 +190,7 @@ def test_no_image_gives_no_vector_and_threads_share_an_encoder(clip: ImageEncode
 
 
 def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
-    with load(bundles["clip"], max_batch=2, max_length=10) as opened:
+    with load(bundles["clip vision projection"], max_batch=2, max_length=10) as opened:
         assert isinstance(opened, ImageEncoder)
         assert (opened.max_batch, opened.max_length, opened.dimension, opened.device) == (2, 10, 20, "cpu")
         with pytest.raises(ValueError, match=r"has 17 tokens, more than max_length \(10\)"):
@@ -198,9 +198,9 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
         with pytest.raises(ValueError, match="batch_size must be 1 to 2"):
             opened.encode_images(make_pixels(1, 16, 16).numpy(), batch_size=3)
     with pytest.raises(ValueError, match="is an image encoder, which embeds no text; use encode_images"):
-        load_encoder(bundles["clip"])
+        load_encoder(bundles["clip vision projection"])
     with pytest.raises(ValueError, match="draft cannot be heeded"):
-        load(bundles["clip"], draft="x")
+        load(bundles["clip vision projection"], draft="x")
 
 
 def test_the_command_line_exports_a_size_and_reports_it(tmp_path: Path) -> None:

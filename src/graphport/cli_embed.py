@@ -15,6 +15,7 @@ import typer
 from graphport import cli_tables
 from graphport.cli_options import BundlePath, Debug, Json
 from graphport.model_def.text_file import read_text
+from graphport.model_def.towers import TEXT_FOLDER, bundles_in
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -46,7 +47,8 @@ def embed(
     lines = list(texts) if texts else _read_lines(file)
     from graphport.runtime import load_encoder
 
-    encoder = load_encoder(bundle, device=device, max_batch=batch_size)
+    folders = bundles_in(bundle)
+    encoder = load_encoder(folders.get(TEXT_FOLDER, bundle), device=device, max_batch=batch_size)
     begin = time.perf_counter()
     vectors = encoder.encode(lines, normalize=normalize, truncate=truncate).tolist()
     seconds = time.perf_counter() - begin

@@ -7,7 +7,7 @@ that it can say which optional dependency is missing; `report` needs none.
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -15,6 +15,13 @@ from graphport import cli_report, cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
 from graphport.cli_prepare import pack_after_export
 from graphport.model_def.signature import BARE_GRAPH_FILE, TOKENIZER_FILE
+from graphport.model_def.towers import IMAGES_FOLDER, TEXT_FOLDER, bundles_in
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphport.export.bundle import Bundle
+    from graphport.model_def.signature import FileRecord
 
 Target = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "gguf", "auto"]
@@ -96,12 +103,14 @@ def export(
             force=force,
             progress=progress,
         )
-    cli_tables.print_bundle(bundle.manifest, bundle.fusions, [cli_tables.check_row(c) for c in bundle.certificate])
+    checks = [cli_tables.check_row(check) for check in bundle.certificate]
+    cli_tables.print_bundle(_files_of(bundle), bundle.fusions, checks)
     cli_tables.print_notes(bundle.notes)
     if BARE_GRAPH_FILE in bundle.manifest.files and not no_prepare:
         pack_after_export(bundle.path)
     print(bundle.path)
-    if TOKENIZER_FILE in bundle.manifest.files and bundle.manifest.kind == "encoder":
+    texts = bundle.text_manifest or bundle.manifest
+    if TOKENIZER_FILE in texts.files and texts.kind == "encoder":
         cli_tables.print_line(f'next: graphport embed {shlex.quote(str(bundle.path))} "A sentence to embed."')
     elif TOKENIZER_FILE in bundle.manifest.files:
         question = '"What is the capital of France?"'
@@ -114,6 +123,14 @@ def export(
         cli_tables.print_line(
             f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
         )
+
+
+def _files_of(bundle: "Bundle") -> "Mapping[str, FileRecord]":
+    """Every file of a bundle, by its place in the folder."""
+    if bundle.text_manifest is None:
+        return bundle.manifest.files
+    parts = {IMAGES_FOLDER: bundle.manifest, TEXT_FOLDER: bundle.text_manifest}
+    return {f"{folder}/{name}": record for folder, part in parts.items() for name, record in part.files.items()}
 
 
 def _image_size(text: str | None) -> tuple[int, int] | None:
@@ -137,13 +154,19 @@ def report(
     """Show what a bundle is: manifest, files, what fused, certificate."""
     if times and html is None:
         raise typer.BadParameter("--times needs --html FILE: the page shows them")
-    facts = cli_report.read_report(bundle)
+    folders = bundles_in(bundle)
+    if html is not None and len(folders) > 1:
+        choices = " or ".join(map(str, folders.values()))
+        raise ValueError(f"--html draws one graph, and {bundle} holds two: give {choices}")
+    parts = {name: cli_report.read_report(folder) for name, folder in folders.items()}
     if html is not None:
-        cli_report.write_page(facts, html, with_times=times)
+        cli_report.write_page(parts[""], html, with_times=times)
     if as_json:
-        print(json.dumps(facts.to_dict(), ensure_ascii=False))
+        facts = {name: part.to_dict() for name, part in parts.items()}
+        print(json.dumps(facts.get("", facts), ensure_ascii=False))
     elif html is None:
-        cli_report.print_report(facts)
+        for part in parts.values():
+            cli_report.print_report(part)
     else:
         print(html)
 

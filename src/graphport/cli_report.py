@@ -149,7 +149,7 @@ def print_report(report: Report) -> None:
     for name, value in _facts(report):
         table.add_row(escape(name), escape(value))
     print_table(table)
-    print_bundle(manifest, report.fusions, report.checks or ())
+    print_bundle(manifest.files, report.fusions, report.checks or ())
     print_matrices(report.matrices)
     if report.choice is not None:
         print_choice(report.choice)
@@ -213,7 +213,8 @@ def write_page(report: Report, path: Path, *, with_times: bool) -> None:
 
 
 def _pooling(pooling: PoolingConfig) -> str:
-    return pooling.kind + (", normalised" if pooling.normalize else "")
+    width = "" if pooling.width is None else f", projected to {pooling.width}"
+    return pooling.kind + width + (", normalised" if pooling.normalize else "")
 
 
 def print_matrices(matrices: Sequence[MatrixRow]) -> None:

@@ -63,7 +63,7 @@ def serve(
     """Serve BUNDLEs over HTTP in OpenAI's form until told to end; then what runs is finished."""
     named = _named(bundles)
     try:
-        from graphport.runtime import ImageEncoder, load
+        from graphport.runtime import DualEncoder, ImageEncoder, load
         from graphport.runtime.server import Server, open_socket, raise_file_limit
         from graphport.runtime.server_log import log_as_json
         from graphport.runtime.server_settings import ServerSettings, read_api_keys
@@ -94,7 +94,7 @@ def serve(
                 prefix_cache_bytes=0 if is_encoder else prefix_cache * _MIB,
                 prompt_lookup=prompt_lookup and not is_encoder,
             )
-            assert not isinstance(model, ImageEncoder)  # as _is_encoder made sure
+            assert not isinstance(model, ImageEncoder | DualEncoder)  # as _is_encoder made sure
             opened[name] = model
         if not settings.api_keys and not _is_loopback(host):
             _log.warning("anybody who reaches %s can use the models: no --api-key-file was given", host)
@@ -137,7 +137,10 @@ def _is_encoder(folder: Path, max_length: int | None) -> bool:
     if kind not in ("decoder", "encoder"):
         raise ValueError(f"{folder} is an {kind}, for which there is no route; serve decoders and encoders of texts")
     if kind == "encoder" and manifest.config.pooling is None:
-        what = "has no pooling, so no vector a text" if manifest.config.classifier is None else "is a classifier"
+        config = manifest.config
+        what = "has no pooling, so no vector a text"
+        if config.classifier or config.masked_head:
+            what = "is a classifier" if config.classifier else "has a masked head"
         raise ValueError(f"{folder} {what}, for which there is no route; serve decoders and encoders that embed texts")
     if max_length is not None:
         checked_count("--max-length", max_length, most=manifest.max_length, reason=f", the limit of {folder}")

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from graphport.model_def.signature import Manifest
+from graphport.model_def.signature import FileRecord
 
 if TYPE_CHECKING:
     from graphport.runtime.evaluate import Evaluation
@@ -67,13 +67,13 @@ def check_row(check: Check) -> CheckRow:
     )
 
 
-def print_bundle(manifest: Manifest, fusions: Mapping[str, int], checks: Sequence[CheckRow]) -> None:
+def print_bundle(listed: Mapping[str, FileRecord], fusions: Mapping[str, int], checks: Sequence[CheckRow]) -> None:
     """Files and sizes, what fused and how often, parity figures with their tolerances."""
     files = Table("file", "size", show_footer=True)
     files.columns[0].footer = "sum"
-    files.columns[1].footer = _size(sum(record.size for record in manifest.files.values()))
+    files.columns[1].footer = _size(sum(record.size for record in listed.values()))
     files.columns[1].justify = "right"
-    for name, record in manifest.files.items():
+    for name, record in listed.items():
         files.add_row(escape(name), _size(record.size))
     fused = Table("fused", "count")
     fused.columns[1].justify = "right"

@@ -4,6 +4,7 @@ In: arguments. Out: checks as a table on stderr or as JSON on stdout, a verdict 
 the command runs; torch only with `--against`.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +14,7 @@ import typer
 from graphport import cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
 from graphport.model_def.signature import read_manifest
+from graphport.model_def.towers import bundles_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,30 +41,40 @@ def verify(
     _debug: Debug = False,
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
-    if read_manifest(bundle).kind == "encoder_decoder":
+    folders = bundles_in(bundle)
+    if len(folders) == 1 and read_manifest(bundle).kind == "encoder_decoder":
         given = {"--write": write, "--invariance": invariance, "--device": device != "auto"}
         _verify_encoder_decoder(bundle, against, given=given, as_json=as_json)
         return
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
+    results, rows, notes = {}, [], []
     with cli_tables.progress_lines() as progress:
-        fresh, again = (None, ()) if against is None else _fresh_certificate(bundle, against, progress, replace=write)
-        result = run(bundle, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress)
-        checks = result.checks
-        if invariance and result.certificate is not None:
-            checks += _check_invariance(bundle, result.certificate, device, progress)
-    rows = [cli_tables.check_row(check) for check in checks]
-    passed = result.passed and all(row.passed for row in rows)
+        for name, folder in folders.items():
+            fresh: Certificate | None = None
+            again: tuple[Check, ...] = ()
+            if against is not None:
+                fresh, again = _fresh_certificate(folder, against, progress, replace=write)
+            result = run(folder, certificate=fresh, references=again, device=device, keep_rows=write, progress=progress)
+            results[folder] = result
+            checks = result.checks
+            if invariance and result.certificate is not None:
+                checks += _check_invariance(folder, result.certificate, device, progress)
+            before = f"{name}: " if name else ""
+            rows += [cli_tables.check_row(dataclasses.replace(check, name=before + check.name)) for check in checks]
+            notes += [before + note for note in result.notes]
+    passed = all(result.passed for result in results.values()) and all(row.passed for row in rows)
     is_written = write and passed
     if is_written:
-        write_certificate(bundle, result)
+        for folder, result in results.items():
+            write_certificate(folder, result)
     if as_json:
-        facts = {"passed": passed, "written": is_written, "notes": result.notes}
+        facts = {"passed": passed, "written": is_written, "notes": notes}
         print(json.dumps({**facts, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
     else:
         cli_tables.print_checks(rows)
-        cli_tables.print_notes(result.notes)
+        cli_tables.print_notes(notes)
         print("passed" if passed else "failed")
     if not passed:
         raise typer.Exit(1)
