@@ -19,7 +19,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import Device, DeviceWish, default_threads
 from graphport.runtime.encoder_batches import cut_batches
 from graphport.runtime.encoder_session import EncoderSession
-from graphport.runtime.limits import checked_count
+from graphport.runtime.limits import MOST_ROWS, checked_count
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.session import checked_threads
@@ -93,7 +93,7 @@ class Encoder:
         longest = self.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
-        self.max_batch = checked_count("max_batch", max_batch)
+        self.max_batch = checked_count("max_batch", max_batch, most=MOST_ROWS)
         self.threads = default_threads() if threads is None else checked_threads(threads)
         limits = RunLimits(max_batch=self.max_batch, max_length=self.max_length, prefill_chunk=self.max_length)
         certificate = require_certified(bundle) if strict else None

@@ -220,13 +220,13 @@ class Engine:
         """Check what `sequence`, which decodes alone, drafts; whether it drafted anything.
 
         Rows that decode together share one pass over the weights, which is worth more than drafts, and a long step of
-        one would hold up the others.
+        one would hold up the others. Where there is no memory for the rows of a draft, there may be for one token.
         """
         try:
             draft = sequence.draft()
-            if not draft:
-                return False
             before, count = int(self.cache.lengths[0]), len(sequence.token_ids)
+            if not draft or not self.cache.has_room(1, before + 1 + len(draft)):
+                return False
             ids = np.array([[sequence.token_ids[-1], *draft]], np.int64)
             outputs = self._run([sequence], ids, np.arange(len(draft) + 1))
             self.cache.rewind(0, before + 1)

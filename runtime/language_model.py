@@ -27,7 +27,7 @@ from graphport.runtime.engine import Engine
 from graphport.runtime.engine_statistics import EngineStatistics, engine_statistics
 from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
 from graphport.runtime.intake import Intake, Prompt
-from graphport.runtime.limits import checked_count
+from graphport.runtime.limits import MOST_ROWS, checked_count
 from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
 from graphport.runtime.prefix_cache import checked_prefix_budget
 from graphport.runtime.request import Request
@@ -160,7 +160,7 @@ class LanguageModel:
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
         chunk = PREFILL_CHUNKS[bundle.manifest.target] if prefill_chunk is None else prefill_chunk
         limits = RunLimits(
-            max_batch=checked_count("max_batch", max_batch),
+            max_batch=checked_count("max_batch", max_batch, most=MOST_ROWS),
             max_length=self.max_length,
             prefill_chunk=checked_count("prefill_chunk", chunk),
         )

@@ -5,6 +5,8 @@ In: a name, a value, its bounds. Out: the value as int, or an error in one line.
 
 import numbers
 
+MOST_ROWS = 65_536  # of a batch: more than any machine decodes, and few enough to keep count of
+
 
 def checked_count(name: str, value: object, *, most: int | None = None, reason: str = "") -> int:
     """`value` as int from 1 to `most` (None: unbounded); `reason` says where `most` comes from.

@@ -50,7 +50,7 @@ class LogitEdits:
         bias = params.logit_bias or {}
         self._biased = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float64)
-        self._bad_ids = (*bad_ids, *(() if forced is None else forced.bad))
+        self._bad_ends = _bad_ends((*bad_ids, *(() if forced is None else forced.bad)))
         self._forced = forced
         self._generated: list[int] = []
 
@@ -66,13 +66,20 @@ class LogitEdits:
         scores[self._biased] += self._bias
         if self._history is not None:
             self._history.penalise(scores, self._params)
-        for ids in self._bad_ids:
-            begun = len(ids) - 1
-            if begun == 0 or tuple(self._generated[-begun:]) == ids[:-1]:
-                scores[ids[-1]] = -np.inf
+        for length, ends in self._bad_ends.items():
+            begun = tuple(self._generated[len(self._generated) - length :]) if length <= len(self._generated) else None
+            scores[ends.get(begun, [])] = -np.inf
         if self._forced is not None:
             self._forced.apply(scores, self._generated)
         return scores
+
+
+def _bad_ends(words: Sequence[tuple[int, ...]]) -> dict[int, dict[tuple[int, ...] | None, list[int]]]:
+    """Last ids of words by what comes before them, by its length: a step costs the lengths, not the words."""
+    ends: dict[int, dict[tuple[int, ...] | None, list[int]]] = {}
+    for word in words:
+        ends.setdefault(len(word) - 1, {}).setdefault(word[:-1], []).append(word[-1])
+    return ends
 
 
 class _History:

@@ -141,7 +141,8 @@ def _largest(name: str, sizes: ModelSizes, limits: RunLimits, free: int) -> int:
     def total(value: int) -> int:
         return plan_memory(sizes, dataclasses.replace(limits, **{name: value})).total
 
-    return bisect_right(range(1, getattr(limits, name) + 1), free, key=total)
+    most = min(getattr(limits, name), free)  # each takes more than a byte, and a range no count beyond the machine's
+    return bisect_right(range(1, most + 1), free, key=total)
 
 
 def _weights(sizes: ModelSizes) -> int:

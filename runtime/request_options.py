@@ -3,7 +3,6 @@
 In: what a caller gave by name. Out: `RequestOptions`, checked before anything runs. It orders and stops nothing.
 """
 
-import math
 import numbers
 import time
 from dataclasses import dataclass
@@ -22,6 +21,9 @@ class RequestArguments(TypedDict, total=False):
     speculate: bool
     language: str | None
     source_language: str | None
+
+
+_LONGEST_TIMEOUT = 1e9  # seconds, 31 years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +61,10 @@ class RequestOptions:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):
             raise TypeError(f"timeout must be None or a number of seconds above 0; got {self.timeout!r}")
-        if not 0 < self.timeout < math.inf:
-            raise ValueError(f"timeout must be None or a number of seconds above 0; got {self.timeout}")
+        if not 0 < self.timeout <= _LONGEST_TIMEOUT:
+            raise ValueError(
+                f"timeout must be None or a number of seconds above 0, up to {_LONGEST_TIMEOUT:g}; got {self.timeout}"
+            )
 
     @property
     def deadline(self) -> float | None:

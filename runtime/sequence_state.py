@@ -5,6 +5,7 @@ state lacks. A file is a .npz (NumPy's own format, with a checksum for each arra
 """
 
 import json
+import numbers
 import os
 import zipfile
 from dataclasses import asdict, dataclass
@@ -86,10 +87,14 @@ class SequenceState:
         return sum(int(rows.nbytes) for rows in self.rows)
 
     def rewind(self, num_tokens: int) -> "SequenceState":
-        """The state after the first `num_tokens` ids; it shares memory with this one. Raises ValueError beyond.
+        """The state after the first `num_tokens` ids; it shares memory with this one.
+
+        Raises ValueError beyond, TypeError for anything but a whole number.
 
         Where layers with a window no longer have the rows before them, a request that is given it computes all ids.
         """
+        if isinstance(num_tokens, bool) or not isinstance(num_tokens, numbers.Integral):
+            raise TypeError(f"rewind takes a whole number of tokens, 0 to {len(self.token_ids)}; got {num_tokens!r}")
         if not 0 <= num_tokens <= len(self.token_ids):
             raise ValueError(
                 f"cannot rewind to {num_tokens} tokens: the state has {len(self.token_ids)}, give 0 to "

@@ -49,7 +49,7 @@ _EXTRA = (  # of vLLM's server, by the same name
     "grammar",
 )
 _COMPLETION_TOKENS = 16  # OpenAI's default
-_MOST_STOPS = 16
+_MOST_STRINGS = {"stop": 16, "bad_words": 1024}  # each is looked for with every token, or read before the first
 _MOST_LOGPROBS = 20
 _MOST_TEXTS = 2048  # OpenAI's bound
 
@@ -213,10 +213,11 @@ def _manner(fields: Fields) -> dict[str, Any]:
 def _sampling_options(fields: Fields) -> dict[str, Any]:
     """Arguments of SamplingParams, each checked by itself, so that the field to blame is known."""
     found = {name: _sampling(name, fields.take(name), name) for name in (*_OWN, *_EXTRA)}
-    stop = fields.take("stop")
-    if isinstance(stop, list) and len(stop) > _MOST_STOPS:
-        fields.refuse("stop", f"must hold at most {_MOST_STOPS} strings; got {len(stop)}")
-    found["stop"] = _sampling("stop", stop, "stop")
+    found["stop"] = _sampling("stop", fields.take("stop"), "stop")
+    for name, most in _MOST_STRINGS.items():
+        strings = found[name]
+        if isinstance(strings, list) and len(strings) > most:
+            fields.refuse(name, f"must hold at most {most} strings; got {len(strings)}")
     bias = fields.record("logit_bias")
     if bias is not None:
         found["logit_bias"] = _sampling("logit_bias", _numbered(bias), "logit_bias")
@@ -249,7 +250,8 @@ def _sampling(name: str, value: Any, field: str) -> Any:  # noqa: ANN401 - a JSO
     try:
         SamplingParams(**{name: value})
     except (TypeError, ValueError) as error:
-        raise refusal(ValueError(str(error).replace(f"{name}=", f"{field}=", 1)), field) from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise refusal(kind(str(error).replace(f"{name}=", f"{field}=", 1)), field) from error
     return value
 
 

@@ -10,6 +10,7 @@ from graphport.runtime.constraints import ConstraintError
 from graphport.runtime.memory import NotEnoughMemoryError
 
 _LONGEST = 400  # characters of a message: values that callers gave are quoted in it
+_LONGEST_NAME = 200  # of a field
 
 
 class ApiError(Exception):
@@ -28,10 +29,9 @@ class ApiError(Exception):
         retry_after: int | None = None,
         allow: str | None = None,
     ) -> None:
-        line = " ".join(message.split())
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
+        super().__init__(_shortened(" ".join(message.split()), _LONGEST))
         self.status = status
-        self.param = param
+        self.param = None if param is None else _shortened(param, _LONGEST_NAME)
         self.code = code
         self._headers = {"allow": allow, "retry-after": None if retry_after is None else str(retry_after)}
 
@@ -49,6 +49,12 @@ class ApiError(Exception):
         return headers
 
 
+def _shortened(text: str, most: int) -> str:
+    """`text` with what is too much of it left out in the middle: it begins with the field, and ends with the advice."""
+    half = (most - len(" ... ")) // 2
+    return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
 def _kind(status: int) -> str:
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
     return kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -60,7 +66,8 @@ def refusal(error: Exception, param: str | None) -> ApiError:
         return error
     if isinstance(error, NotEnoughMemoryError):
         return ApiError(400, f"the request can never fit: {error}", param=param, code="not_enough_memory")
-    return ApiError(400, str(error), param=param, code="invalid_value")
+    code = "invalid_type" if isinstance(error, TypeError) else "invalid_value"
+    return ApiError(400, str(error), param=param, code=code)
 
 
 def failure(error: Exception) -> ApiError:

@@ -5,6 +5,7 @@ nobody asked for. It knows no fields itself.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -22,7 +23,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
             400, f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="bad_body"
         ) from error
     try:
-        record = json.loads(text, parse_constant=_no_constant)
+        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_without_doubles)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
@@ -36,6 +37,15 @@ def parse_body(body: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`; of two values of one field JSON does not say which holds."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ApiError(400, f"the body has the field {name!r} twice in one object; give it once", code="bad_body")
+    return record
 
 
 def _too_deep() -> ApiError:

@@ -93,7 +93,9 @@ class HostedDecoder:
         if len(ids) > self.lm.max_length:
             raise self._too_long(f"{field} has {len(ids)} tokens", field)
         if call.limit is not None and len(ids) + call.limit > self.lm.max_length:
-            raise self._too_long(f"{field} has {len(ids)} tokens and {call.limit_field} is {call.limit}", field)
+            raise self._too_long(
+                f"{field} has {len(ids)} tokens and {call.limit_field} is {call.limit}", call.limit_field
+            )
         try:
             return self.lm.request(ids, call.params, timeout=timeout)
         except RuntimeError as error:  # an optional package that is not there, a model that is being closed

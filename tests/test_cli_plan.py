@@ -56,6 +56,14 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, 
     return status, capsys.readouterr().err
 
 
+def test_counts_beyond_every_machine_are_planned_and_do_not_fit(
+    bundle: TinyBundle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = plan(capsys, str(bundle.folder), "--batch", str(10**26))
+    assert (found["fits"], found["batch"]) == (False, 10**26)
+    assert 0 < found["largest_batch_that_fits"] < 10**12
+
+
 @pytest.mark.parametrize("options", [(), ("--prefill-chunk", "32")])
 def test_the_plan_of_a_bundle_is_the_one_that_load_makes(
     bundle: TinyBundle, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]

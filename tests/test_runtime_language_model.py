@@ -177,8 +177,9 @@ def test_b18_prompt_and_new_tokens_share_one_limit(bundle: TinyBundle, length: i
 def test_a_limit_beyond_the_bundles_own_is_refused(bundle: TinyBundle, max_length: int) -> None:
     with pytest.raises(ValueError, match=f"max_length must be 1 to 128, the bundle's own; got {max_length}"):
         load(bundle.folder, max_length=max_length)
-    with pytest.raises(ValueError, match="max_batch must be at least 1; got 0"):
-        load(bundle.folder, max_batch=0)
+    for size in (0, 65_537, 10**26):
+        with pytest.raises(ValueError, match=f"max_batch must be 1 to 65536; got {size}"):
+            load(bundle.folder, max_batch=size)
 
 
 def test_b23_generation_ends_when_the_context_is_full(bundle: TinyBundle) -> None:

@@ -63,6 +63,16 @@ def test_bad_ids_are_never_completed_and_their_parts_stay_allowed() -> None:
     assert Sampler(params, (), vocab_size=4).sample(logits).token_id == 3
 
 
+def test_a_step_looks_up_bad_ids_and_does_not_go_through_them() -> None:
+    words = [(first, second, 3) for first in range(60) for second in range(60)]
+    one = Sampler(SamplingParams(temperature=0), (), vocab_size=60, bad_ids=words)
+    assert one._edits is not None
+    assert {length: len(begun) for length, begun in one._edits._bad_ends.items()} == {2: 3600}
+    logits = np.arange(60, dtype=np.float32)[::-1].copy()
+    logits[3] = 99
+    assert [one.sample(logits).token_id for _ in range(6)] == [3, 3, 0, 0, 0, 0]
+
+
 def test_bad_words_do_not_stand_at_the_beginning_or_after_a_space(model: LanguageModel) -> None:
     assert model.tokenizer is not None
     for word in ("the", " cat", "s"):

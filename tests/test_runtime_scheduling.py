@@ -182,8 +182,17 @@ def test_a_timed_out_request_gives_what_it_has(model: LanguageModel) -> None:
         ({"priority": 0.5}, TypeError, "priority must be a whole number, the lower the sooner; got 0.5"),
         ({"priority": True}, TypeError, "priority must be a whole number"),
         ({"timeout": "1"}, TypeError, "timeout must be None or a number of seconds above 0; got '1'"),
-        ({"timeout": 0}, ValueError, "timeout must be None or a number of seconds above 0; got 0"),
-        ({"timeout": float("nan")}, ValueError, "timeout must be None or a number of seconds above 0; got nan"),
+        ({"timeout": 0}, ValueError, "timeout must be None or a number of seconds above 0, up to 1e[+]09; got 0"),
+        (
+            {"timeout": 10**400},
+            ValueError,
+            "timeout must be None or a number of seconds above 0, up to 1e[+]09; got 1000",
+        ),
+        (
+            {"timeout": float("nan")},
+            ValueError,
+            "timeout must be None or a number of seconds above 0, up to 1e[+]09; got nan",
+        ),
         ({"urgency": 1}, TypeError, "unexpected keyword argument 'urgency'"),
     ],
 )

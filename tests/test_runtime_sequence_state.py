@@ -98,6 +98,12 @@ def test_b101_rewinding_beyond_the_state_is_refused(model: LanguageModel, length
         model.prefill(random_ids(20)).rewind(length)
 
 
+@pytest.mark.parametrize("length", ["3", 1.5, True])
+def test_rewinding_to_what_is_no_number_of_tokens_is_refused(model: LanguageModel, length: Any) -> None:
+    with pytest.raises(TypeError, match=f"rewind takes a whole number of tokens, 0 to 20; got {length!r}"):
+        model.prefill(random_ids(20)).rewind(length)
+
+
 def test_one_state_serves_any_number_of_requests_at_once(model: LanguageModel) -> None:
     shared = random_ids(30)
     state = model.prefill(shared)

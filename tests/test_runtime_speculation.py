@@ -1,5 +1,6 @@
 """Drafts that the model checks: no result changes, whatever is drafted, and fewer steps where the drafts are right."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tiny_requests import greedy, num_steps, random_ids, seeded
 
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.engine import Engine
+from graphport.runtime.kv_cache import FIRST_CAPACITY
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.speculation import FIRST_DRAFT, LONGEST_DRAFT, LONGEST_PAUSE, PromptLookup, Speculation
 
@@ -185,6 +187,20 @@ def test_a_stop_string_within_a_draft_ends_the_text_there(plain: LanguageModel, 
 def test_no_more_is_drafted_than_may_still_come(same_draft: LanguageModel, plain: LanguageModel, new: int) -> None:
     for ids in (random_ids(10), random_ids(128 - new)):
         assert same_draft.generate([ids], greedy(new)) == plain.generate([ids], greedy(new))
+
+
+def test_where_a_draft_has_no_room_single_tokens_go_on(bundle: TinyBundle, plain: LanguageModel) -> None:
+    ids, params = random_ids(FIRST_CAPACITY - 4), greedy(40)
+    (free,) = plain.generate([ids], params)
+    params = dataclasses.replace(params, stop_token_ids=(free.token_ids[3],))
+    (expected,) = plain.generate([ids], params)
+    with load(bundle.folder, threads=1, draft=bundle.folder) as lm:
+        events = lm.stream(ids, params)
+        given = [next(events).token_id]
+        engine_of(lm).cache._free = lambda: 0
+        given += [event.token_id for event in events]
+        assert engine_of(lm).num_drafted == 0
+    assert tuple(token for token in given if token is not None) == expected.token_ids
 
 
 def test_rows_that_decode_together_are_not_drafted(same_draft: LanguageModel, plain: LanguageModel) -> None:

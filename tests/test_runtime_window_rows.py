@@ -217,7 +217,7 @@ def test_a_rewind_beyond_what_is_kept_is_refused_and_one_to_the_start_is_not(mix
     assert np.array_equal(fed(session, cache, PIECES[:90]), wanted)
 
 
-def test_b106_a_copied_slot_goes_on_as_its_source_does(mixed: Pair) -> None:
+def test_a_copied_slot_goes_on_as_its_source_does(mixed: Pair) -> None:
     session = open_session(mixed.kept)
     cache = opened(session, 3)
     fed(session, cache, (64, 64, 64), slot=2)
@@ -359,7 +359,7 @@ def test_a_saved_state_whose_rows_begin_elsewhere_is_refused(damage: Any, mixed:
 
 
 @pytest.mark.parametrize("drafts", ["lookup", "model"])
-def test_b108_drafts_change_no_greedy_id(drafts: str, mixed: Pair, expected: list[tuple[int, ...]]) -> None:
+def test_drafts_change_no_greedy_id(drafts: str, mixed: Pair, expected: list[tuple[int, ...]]) -> None:
     options: dict[str, Any] = {"prompt_lookup": True} if drafts == "lookup" else {"draft": mixed.kept}
     with opened_model(mixed.kept, **options) as lm:
         (output,) = lm.generate(PROMPTS[:1], greedy(150))

@@ -43,7 +43,7 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"n": 3}, "n", "max_batch"),
     ({"n": 100}, "n", "places for 6"),
     ({"max_tokens": -1}, "max_tokens", "integer from 0"),
-    ({"max_tokens": MAX_LENGTH}, "messages|prompt", "room for 128 tokens"),
+    ({"max_tokens": MAX_LENGTH}, "max_tokens", "room for 128 tokens"),
     ({"stop": ""}, "stop", "empty string"),
     ({"stop": [1]}, "stop", "string or a sequence of strings"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -68,6 +68,13 @@ BOTH: list[tuple[dict[str, Any], str, str]] = [
     ({"model": 3}, "model", "a string, not a number"),
     ({"colour": "red"}, "colour", "Unrecognized request argument supplied: colour"),
     ({"\ud800": 1}, "\ud800", "Unrecognized"),
+    ({"x" * 100_000: 1}, "x{97} [.]{3} x{97}", "Unrecognized"),
+    (
+        {"temperature": "x" * 100_000},
+        "temperature",
+        "^temperature='x+ ... x+' must be 0 .* finite positive number, not str",
+    ),
+    ({"bad_words": ["x"] * 1025}, "bad_words", "at most 1024 strings; got 1025"),
 ]
 IN_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": None}, "prompt", "is needed"),
@@ -148,6 +155,19 @@ def test_a_bad_field_is_refused_by_name_with_what_is_allowed(
     assert server.places == 0
 
 
+def test_a_wrong_type_and_a_wrong_value_have_their_own_codes(server: TinyServer) -> None:
+    for fields, code in (
+        ({"temperature": "1"}, "invalid_type"),
+        ({"temperature": -1}, "invalid_value"),
+        ({"stop": [1]}, "invalid_type"),
+        ({"stop": [""]}, "invalid_value"),
+        ({"max_tokens": 1.5}, "invalid_type"),
+        ({"prompt": [[1, "x"]]}, "invalid_type"),
+    ):
+        error = server.ask(COMPLETIONS, {"model": "tiny", "prompt": "x", **fields}).json["error"]
+        assert (error["param"], error["code"]) == (next(iter(fields)), code)
+
+
 def test_null_is_a_field_left_out_and_ignored_fields_are_told(server: TinyServer) -> None:
     nothing = dict.fromkeys(("n", "stop", "seed", "logprobs", "suffix", "echo", "stream", "colour", "timeout"))
     reply = server.ask(COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": 2, **nothing})
@@ -169,8 +189,9 @@ def test_null_is_a_field_left_out_and_ignored_fields_are_told(server: TinyServer
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 64"),
         (b'{"x": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than 64"),
         (b"\xef\xbb\xbf{}", "no JSON"),
+        (b'{"n": 1, "x": [{"y": 1, "z": 2, "y": 1}]}', "the field 'y' twice"),
     ],
-    ids=["empty", "cut", "utf-8", "list", "nan", "digits", "very deep", "deep", "mark"],
+    ids=["empty", "cut", "utf-8", "list", "nan", "digits", "very deep", "deep", "mark", "twice"],
 )
 def test_a_bad_body_is_refused(raw: bytes, why: str, server: TinyServer) -> None:
     reply = server.ask(CHATS, raw=raw)
