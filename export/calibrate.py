@@ -44,12 +44,10 @@ def image_peaks(model: Transformer, batches: Sequence[NDArray[np.float32]]) -> d
     return peaks
 
 
-def activation_peaks(
-    model: Transformer, ids: Sequence[int], *, source: Sequence[int] | None = None
-) -> dict[str, float]:
+def activation_peaks(model: Transformer, ids: Sequence[int], *, source: Tensor | None = None) -> dict[str, float]:
     """Largest magnitude that each linear layer and norm reads or makes over the text `ids`, by name, as they run.
 
-    `source`: what a decoder that reads one reads beside them.
+    `source`: what a decoder that reads one reads beside them, as `encode` takes it.
     """
     peaks: dict[str, float] = {}
     _watch(model, torch.tensor([list(ids)]), functools.partial(_keep_peaks, peaks), source=source)
@@ -71,7 +69,7 @@ def _watch(
     x: Tensor,
     keep: Callable[[str, nn.Module, Tensor, Tensor], None],
     *,
-    source: Sequence[int] | None = None,
+    source: Tensor | None = None,
 ) -> None:
     """Run `model` on ids or pixels, handing name, module, input and output of each linear layer and norm to `keep`."""
 
@@ -82,7 +80,7 @@ def _watch(
     handles = [module.register_forward_hook(hook(name)) for name, module in watched]
     try:
         with torch.inference_mode():
-            states = model(x, source=None if source is None else model.encode(torch.tensor([list(source)])))
+            states = model(x, source=None if source is None else model.encode(source))
             if model.image_readout is not None:
                 model.image_readout(states)
     finally:

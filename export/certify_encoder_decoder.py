@@ -6,7 +6,6 @@ stage.
 
 import dataclasses
 import functools
-import itertools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from graphport.export.certify import text_ids
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
+from graphport.export.source_examples import Source, example_sources, source_tensor
 from graphport.export.source_graph import compile_source, trace_source, write_source
 from graphport.export.source_runner import SourceRunner
 from graphport.export.targets import CPU
@@ -54,12 +54,10 @@ class EncoderDecoderEvidence:
         inputs: Inputs | None = None,  # noqa: ARG002 - of every kind's evidence; these are made here
     ) -> None:
         assert config.encoder is not None
-        lengths = [min(length, config.encoder.max_positions) for length in SOURCE_LENGTHS]
-        ids = text_ids(PARITY_TEXT, config.encoder, tokenizer_json, length=sum(lengths), seed=seed)
-        starts = itertools.accumulate(lengths, initial=0)
-        self.sources = [ids[start : start + length] for start, length in zip(starts, lengths, strict=False)]
+        self.sources = example_sources(config.encoder, tokenizer_json, lengths=SOURCE_LENGTHS, seed=seed)
         self.ids = text_ids(PARITY_TEXT, config, tokenizer_json, length=min(NUM_IDS, max_length), seed=seed + 1)
-        self._extra = min(_EXTRA_PADDING, config.encoder.max_positions - max(lengths))
+        room = config.encoder.max_positions - max(SOURCE_LENGTHS)
+        self._extra = _EXTRA_PADDING if config.encoder.audio is not None else max(0, min(_EXTRA_PADDING, room))
         self._model = model
 
     @functools.cached_property
@@ -152,10 +150,10 @@ def add_checks(folder: Path, manifest: Manifest, candidate: Mapping[str, Any], c
     return listed
 
 
-def source_logits(model: Transformer, source: Sequence[int], ids: Sequence[int]) -> NDArray[np.float32]:
-    """Logits [S, V] of the eager module over `ids` at once, after the ids of one source."""
+def source_logits(model: Transformer, source: Source, ids: Sequence[int]) -> NDArray[np.float32]:
+    """Logits [S, V] of the eager module over `ids` at once, after one source."""
     with torch.inference_mode():
-        read = model.encode(torch.tensor([list(source)]))
+        read = model.encode(source_tensor(source))
         logits: NDArray[np.float32] = model(torch.tensor([list(ids)]), source=read)[0].numpy()
     return logits
 

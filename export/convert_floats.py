@@ -1,4 +1,4 @@
-"""The graph in half precision: weights, activations and caches; logits, an encoder's outputs and pixels stay float32.
+"""The graph in half precision: weights, activations, caches; logits, an encoder's outputs, pixels, sound stay float32.
 
 Before: every float tensor float32
 After:  every float tensor float16 or bfloat16, Cast at those outputs and inputs; norms keep float32 statistics
@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan, PassReport, static_dims
 from graphport.export.targets import TargetError
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS, PIXEL_VALUES
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, INPUT_FEATURES, LOGITS, PIXEL_VALUES
 
 _NUMPY = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _WIDE_OUTPUTS = (LOGITS, HIDDEN_STATES, EMBEDDINGS)
+_WIDE_INPUTS = (PIXEL_VALUES, INPUT_FEATURES)
 
 
 def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
@@ -34,13 +35,13 @@ def convert_floats(model: ir.Model, plan: CompilePlan) -> PassReport:
         if value.dtype == ir.DataType.FLOAT:
             value.type = ir.TensorType(dtype)
     _widen_outputs(model.graph, dtype)
-    _widen_pixels(model.graph, dtype)
+    _widen_inputs(model.graph, dtype)
     return PassReport(rule="half_precision", fused=(f"float32 to {activations}",))
 
 
-def _widen_pixels(graph: ir.Graph, dtype: ir.DataType) -> None:
+def _widen_inputs(graph: ir.Graph, dtype: ir.DataType) -> None:
     for wide in graph.inputs:
-        if wide.name != PIXEL_VALUES:
+        if wide.name not in _WIDE_INPUTS:
             continue
         cast = ir.node("Cast", [wide], {"to": int(dtype)}, name=f"{wide.name}_to_{dtype.name.lower()}")
         narrow = cast.outputs[0]

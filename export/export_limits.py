@@ -10,6 +10,7 @@ from graphport.export.calibrate import activation_peaks, image_peaks
 from graphport.export.certify import parity_ids
 from graphport.export.graph_pass import name_site
 from graphport.export.source import SourceModel
+from graphport.export.source_examples import example_sources, source_tensor
 from graphport.export.targets import CPU, CacheFormat, Precision, Target, TargetError
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import ConfigError, length_switch
@@ -39,7 +40,10 @@ def require_float16_range(opened: SourceModel, config: TransformerConfig, *, max
         what, peaks = "parity images", image_peaks(opened.model, images)
     else:
         ids = parity_ids(config, opened.tokenizer_json, max_length=max_length, seed=seed)
-        source = None if config.encoder is None else ids[: config.encoder.max_positions]
+        source = None
+        if config.encoder is not None:
+            given = example_sources(config.encoder, opened.tokenizer_json, lengths=(len(ids),), seed=seed)
+            source = source_tensor(given[0])
         what, peaks = "parity text", activation_peaks(opened.model, ids, source=source)
     for name, peak in peaks.items():
         if not peak <= FLOAT16_MAX:

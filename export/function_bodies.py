@@ -10,9 +10,12 @@ from graphport.export.portable_encoder_ops import ENCODER_FUNCTIONS
 from graphport.export.portable_expert_ops import EXPERT_FUNCTIONS
 from graphport.export.portable_image_ops import IMAGE_FUNCTIONS
 from graphport.export.portable_ops import DOMAIN, FUNCTIONS
+from graphport.export.portable_sink_ops import SINK_FUNCTIONS
 from graphport.export.portable_source_ops import SOURCE_FUNCTIONS
 
-_FUNCTIONS = (*FUNCTIONS, *ENCODER_FUNCTIONS, *EXPERT_FUNCTIONS, *IMAGE_FUNCTIONS, *SOURCE_FUNCTIONS)
+_FUNCTIONS = (
+    *(*FUNCTIONS, *ENCODER_FUNCTIONS, *EXPERT_FUNCTIONS, *IMAGE_FUNCTIONS, *SINK_FUNCTIONS, *SOURCE_FUNCTIONS),
+)
 _BODIES = {function.name: function for function in _FUNCTIONS}
 
 

@@ -6,6 +6,9 @@ After:  GroupQueryAttention(qkv, , , past_k, past_v, seqlens, total, cos, sin)
 Before: BiasedCachedAttention(q, k, v, past_k, past_v, seqlens, total, table)
 After:  GroupQueryAttention(q, k, v, past_k, past_v, seqlens, total, , , , DistanceBias(table, positions, total))
 
+Before: SinkCachedAttention(q, k, v, past_k, past_v, seqlens, total, cos, sin, sinks)
+After:  GroupQueryAttention(q, k, v, past_k, past_v, seqlens, total, cos, sin, , , sinks)
+
 Where the kernel cannot rotate (sizes), RotaryEmbedding nodes stand before it. Where it cannot take the head size, the
 node stays and runs as its portable body. Windows, caps and scales become attributes.
 """
@@ -55,7 +58,7 @@ def lower_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
             missed.append(Miss(site=f"{site} rotary", check="GroupQueryAttention rotates inside", found=reason))
             _rotate_before(model, node, rotation)
             rotation = None
-        _lower(node, rotation, _distance_bias(model, node))
+        _lower(node, rotation, _distance_bias(model, node), _sinks(node))
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
 
@@ -70,7 +73,7 @@ def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> str:
     return f"{num_heads} query and {num_kv_heads} kv heads of {head_dim}"
 
 
-def _lower(node: ir.Node, rotation: Rotation | None, bias: ir.Value | None) -> None:
+def _lower(node: ir.Node, rotation: Rotation | None, bias: ir.Value | None, sinks: ir.Value | None) -> None:
     attributes: dict[str, int | float | str | list[int]] = {
         "num_heads": node.attributes["num_heads"].as_int(),
         "kv_num_heads": node.attributes["kv_num_heads"].as_int(),
@@ -78,12 +81,13 @@ def _lower(node: ir.Node, rotation: Rotation | None, bias: ir.Value | None) -> N
         "softcap": node.attributes.get_float("softcap", 0.0),
         "local_window_size": node.attributes.get_int("local_window_size", -1),
     }
-    tables: list[ir.Value | None] = []
+    tables: list[ir.Value | None] = [None, None]
     if rotation is not None:
         attributes |= {"do_rotary": 1, "rotary_interleaved": rotation.is_interleaved}
         tables = [rotation.cos, rotation.sin]
-    if bias is not None:
-        tables = [None, None, None, bias]
+    tables += [None, bias, sinks]  # positions are those of the lengths
+    while tables and tables[-1] is None:
+        tables.pop()
     split = packed_split(node)
     projections = list(node.inputs[:3]) if split is None else [split.inputs[0], None, None]
     kernel = new_node(
@@ -102,6 +106,11 @@ def _lower(node: ir.Node, rotation: Rotation | None, bias: ir.Value | None) -> N
         remove_nodes(split)
 
 
+def _sinks(node: ir.Node) -> ir.Value | None:
+    """The scores of a node's heads that take weight and give nothing."""
+    return node.inputs[9] if node.op_type == "SinkCachedAttention" else None
+
+
 def _distance_bias(model: ir.Model, node: ir.Node) -> ir.Value | None:
     """What a biased node adds to its scores [B, N, S, total], by nodes in front of it; repeats are merged later."""
     if node.op_type != "BiasedCachedAttention":
@@ -112,7 +121,9 @@ def _distance_bias(model: ir.Model, node: ir.Node) -> ir.Value | None:
     inputs = [node.inputs[0], node.inputs[5]]
     positions = new_node(node, "Positions", inputs, domain=DOMAIN, name=f"{node.name}_positions").outputs[0]
     columns = new_node(node, "Cast", [total], {"to": int(ir.DataType.INT64)}, name=f"{node.name}_columns").outputs[0]
-    bias = new_node(node, "DistanceBias", [table, positions, columns], domain=DOMAIN, name=f"{node.name}_bias")
+    by_key = node.attributes["by_key"].as_int()
+    operands = [table, positions, columns]
+    bias = new_node(node, "DistanceBias", operands, {"by_key": by_key}, domain=DOMAIN, name=f"{node.name}_bias")
     return bias.outputs[0]
 
 

@@ -5,7 +5,8 @@ After, float:     MoE(x, router_logits, gate_up[, bias], down[, bias])
 After, quantised: QMoE(x, router_logits, gate_up blocks, scales[, bias], down blocks, scales[, bias])
 
 gate_up holds the rows of gate and up by turns, which is the one layout of SwiGLU that the CPU's kernel takes; blocks
-are raw (`weights_prepacked` 0), which both providers take. Experts whose widths are no whole blocks stay in floats.
+are raw (`weights_prepacked` 0), which both providers take. Experts whose widths are no whole blocks stay in floats, and
+so do those of a GGUF file whose values are kept.
 Where the weights of the chosen do not add up to 1, their sum multiplies what the kernel gives for weights that do.
 """
 
@@ -53,6 +54,10 @@ def lower_experts(model: ir.Model, plan: CompilePlan) -> PassReport:
         limit = None if bits is None else block_limit(static_dims(down)[1], static_dims(down)[2])
         if limit is not None:
             missed.append(Miss(site=site, check="the widths of the experts are whole blocks", found=limit))
+            bits = None
+        elif plan.precision.keeps_blocks:
+            found = "experts of a GGUF file, whose blocks it does not take as they are: their weights stay floats"
+            missed.append(Miss(site=site, check="the kernel takes the blocks as they are", found=found))
             bits = None
         gate_up = _interleaved(model.graph, gate, up, f"{owner}.gate_up.weight")
         matrices = [_operands(model.graph, value, plan, bits) for value in (gate_up, down)]

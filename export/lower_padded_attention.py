@@ -6,8 +6,8 @@ After, cuda: MultiHeadAttention(q, k, v, , lengths, bias)
 
 On CUDA, RotaryEmbedding nodes stand before it, for the kernel rotates nothing; lengths keep it on the fused kernels. A
 bias (relative positions, windows) leaves it the memory-efficient kernel, or the unfused one where that cannot take the
-length. Images are whole rows, so nothing masks them. Where no kernel takes the head size, the groups or a cap, the node
-stays and runs as its portable body.
+length. Images and recordings are whole rows, so nothing masks them. Where no kernel takes the head size, the groups or
+a cap, the node stays and runs as its portable body.
 """
 
 import numpy as np
@@ -36,6 +36,7 @@ _MASKED = float(np.finfo(np.float32).min)
 def lower_padded_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
     """Lower every padded attention to the kernel that the target's record names."""
     fused, missed = [], []
+    are_whole = plan.config.image is not None or plan.config.audio is not None
     for node in [n for n in model.graph if n.domain == DOMAIN and n.op_type in PADDED_OPS]:
         site = attention_site(node)
         layer = int(site.split()[1])
@@ -52,11 +53,11 @@ def lower_padded_attention(model: ir.Model, plan: CompilePlan) -> PassReport:
                 missed.append(Miss(site=f"{site} rotary", check=check, found=reason))
                 rotate_before(node, rotation, _positions(model.graph))
                 rotation = None
-            _lower_to_grouped(model.graph, node, rotation, site=site, are_whole=plan.config.image is not None)
+            _lower_to_grouped(model.graph, node, rotation, site=site, are_whole=are_whole)
         else:
             if rotation is not None:
                 rotate_before(node, rotation, _positions(model.graph))
-            _lower_to_multi_head(node, site=site, are_whole=plan.config.image is not None)
+            _lower_to_multi_head(node, site=site, are_whole=are_whole)
         fused.append(site)
     return PassReport(rule="attention", fused=tuple(fused), missed=tuple(missed))
 

@@ -93,6 +93,10 @@ def diff_models(
     configs = [_config(side, opened) for side in sides]
     if configs[0] != configs[1]:
         raise TargetError(f"{first} is another model than {second}: their configurations differ")
+    if configs[0].encoder is not None:
+        raise TargetError(
+            f"{first} is an encoder-decoder, and diff feeds a text alone; use `graphport verify --against`"
+        )
     longest = min(_longest(side, configs[0]) for side in sides)
     if num_tokens > longest:
         raise ValueError(f"{num_tokens} tokens do not fit into {longest}, what both can hold; lower --tokens")

@@ -30,7 +30,7 @@ from graphport.export.graph_pass import (
 )
 from graphport.export.portable_ops import DOMAIN
 
-CACHED_OPS = ("CachedAttention", "RotaryCachedAttention", "BiasedCachedAttention")
+CACHED_OPS = ("CachedAttention", "RotaryCachedAttention", "BiasedCachedAttention", "SinkCachedAttention")
 BIASED_OPS = ("BiasedPaddedAttention", "BiasedRotaryPaddedAttention")
 PADDED_OPS = ("PaddedAttention", "RotaryPaddedAttention", *BIASED_OPS)
 ATTENTION_OPS = (*CACHED_OPS, *PADDED_OPS)

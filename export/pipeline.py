@@ -117,7 +117,11 @@ def run_pass(graph_pass: GraphPass, model: ir.Model, plan: CompilePlan) -> PassR
 def expected_fusions(plan: CompilePlan) -> dict[str, int]:
     """How often each rule must fire for this config on this target, counted from the config alone."""
     blocks = plan.config.blocks
-    attentions = [[f"blocks.{i}.attention.{part}.weight" for part in _QKV] for i in range(len(blocks))]
+    attentions = [
+        [f"blocks.{i}.attention.{part}.weight" for part in _QKV]
+        for i, block in enumerate(blocks)
+        if block.attention.latent is None
+    ]
     feed_forwards = [
         [f"blocks.{i}.{_dense_name(block)}.{part}.weight" for part in _GATE_UP]
         for i, block in enumerate(blocks)

@@ -30,13 +30,17 @@ def CrossAttention(query: FLOAT, key: FLOAT, value: FLOAT, lengths: INT32, num_h
 
 
 @script(GRAPHPORT, default_opset=op)
-def DistanceBias(table: FLOAT, positions: INT64, columns: INT64) -> FLOAT:
+def DistanceBias(table: FLOAT, positions: INT64, columns: INT64, by_key: int) -> FLOAT:
     """What is added to the scores [B, N, S, C] of keys 0 .. columns - 1, from a table [P, N] by distance.
 
-    Queries stand at `positions` [B, S]. Of keys behind a query, which it does not see, that of distance 0.
+    Queries stand at `positions` [B, S]. Of keys behind a query, which it does not see, that of distance 0. `by_key`:
+    the table is by the position of the key.
     """
-    distance = op.Unsqueeze(positions, [2]) - op.Range(0, columns, 1)
-    return op.Transpose(op.Gather(table, op.Max(distance, op.CastLike(0, distance))), perm=[0, 3, 1, 2])
+    column = op.Range(0, columns, 1)
+    distance = op.Unsqueeze(positions, [2]) - column
+    before = op.Max(distance, op.CastLike(0, distance))
+    place = op.Where(op.Cast(op.Constant(value_int=by_key), to=9), column, before)
+    return op.Transpose(op.Gather(table, place), perm=[0, 3, 1, 2])
 
 
 @script(GRAPHPORT, default_opset=op)
@@ -52,6 +56,7 @@ def BiasedCachedAttention(
     num_heads: int,
     kv_num_heads: int,
     scale: float,
+    by_key: int,
 ) -> tuple[FLOAT, FLOAT, FLOAT]:
     """CachedAttention whose scores depend on distances too; see `model_def.ops.biased_cached_attention`."""
     num_new = op.Squeeze(op.Shape(query, start=1, end=2))
@@ -69,7 +74,7 @@ def BiasedCachedAttention(
     length = op.Shape(queries, start=2, end=3)
     grouped = op.Reshape(queries, op.Concat([0], kv_heads, [-1], length, op.Shape(queries, start=3), axis=0))
     scores = op.Cast(op.MatMul(grouped, op.Transpose(clean_keys, perm=[0, 1, 2, 4, 3])), to=1) * scale
-    bias = op.Cast(DistanceBias(table, positions, capacity), to=1)
+    bias = op.Cast(DistanceBias(table, positions, capacity, by_key=by_key), to=1)
     by_head = op.Reshape(scores, op.Shape(bias)) + bias  # [B, N, S, C]
     visible = op.Unsqueeze(column <= op.Unsqueeze(positions, [2]), [1])
     masked = op.Where(visible, by_head, op.Constant(value_float=float("-inf")))

@@ -14,9 +14,6 @@ from onnx.defs import OpSchema
 from onnxscript import opset23 as op
 from onnxscript.values import Op
 
-import graphport.model_def.expert_ops
-import graphport.model_def.image_ops
-import graphport.model_def.ops  # noqa: F401  # defines torch.ops.graphport
 from graphport.export import portable_ops
 
 _FLOATS = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
@@ -73,7 +70,14 @@ _BIASED_CACHED_ATTENTION = _op(
     inputs=f"{_ATTENTION_INPUTS} table",
     outputs=_ATTENTION_OUTPUTS,
     floats="scale",
-    ints="num_heads kv_num_heads",
+    ints="num_heads kv_num_heads by_key",
+)
+_SINK_CACHED_ATTENTION = _op(
+    "SinkCachedAttention",
+    inputs=f"{_ATTENTION_INPUTS} cos sin sinks",
+    outputs=_ATTENTION_OUTPUTS,
+    floats="scale",
+    ints=f"{_ATTENTION_INTS} rotary_interleaved",
 )
 _CROSS_ATTENTION = _op(
     "CrossAttention", inputs="query key value lengths:i32", outputs="output", floats="scale", ints="num_heads"
@@ -185,9 +189,33 @@ def _biased_cached_attention(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> Any:  # noqa: ANN401
     inputs = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length, table)
-    return _BIASED_CACHED_ATTENTION(*inputs, num_heads=num_heads, kv_num_heads=num_kv_heads, scale=scale)
+    heads = {"num_heads": num_heads, "kv_num_heads": num_kv_heads}
+    return _BIASED_CACHED_ATTENTION(*inputs, **heads, scale=scale, by_key=int(by_key))
+
+
+def _sink_cached_attention(
+    query: ir.Value,
+    key: ir.Value,
+    value: ir.Value,
+    past_key: ir.Value,
+    past_value: ir.Value,
+    seqlens_k: ir.Value,
+    total_sequence_length: ir.Value,
+    cos: ir.Value,
+    sin: ir.Value,
+    sinks: ir.Value,
+    num_heads: int,
+    num_kv_heads: int,
+    scale: float,
+    window: int,
+    interleaved: bool,
+) -> Any:  # noqa: ANN401
+    inputs = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos, sin, sinks)
+    heads = {"num_heads": num_heads, "kv_num_heads": num_kv_heads, "local_window_size": window}
+    return _SINK_CACHED_ATTENTION(*inputs, **heads, scale=scale, rotary_interleaved=int(interleaved))
 
 
 def _cross_attention(
@@ -273,6 +301,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.graphport.rms_norm.default: _rms_norm,
     torch.ops.graphport.cached_attention.default: _cached_attention,
     torch.ops.graphport.biased_cached_attention.default: _biased_cached_attention,
+    torch.ops.graphport.sink_cached_attention.default: _sink_cached_attention,
     torch.ops.graphport.cross_attention.default: _cross_attention,
     torch.ops.graphport.padded_attention.default: _padded_attention,
     torch.ops.graphport.pool.default: _pool,

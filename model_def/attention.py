@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphport.model_def.config import AttentionConfig
+from graphport.model_def.latent_projections import LatentProjections
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import (
     attend,
@@ -22,6 +23,7 @@ from graphport.model_def.ops import (
     split_heads,
 )
 from graphport.model_def.positions import rotate
+from graphport.model_def.sink_ops import attend_with_sinks, sink_cached_attention
 
 
 class CacheStep(NamedTuple):
@@ -38,6 +40,13 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
+class ScoreBias(NamedTuple):
+    """What is added to scores [P, N]: by the distance of query and key, or by the key's position."""
+
+    table: Tensor
+    by_key: bool
+
+
 class Attention(nn.Module):
     """softmax(scale * Q K^T) V with heads split and joined, optional rotary, q/k norm, window, cap and biases."""
 
@@ -45,10 +54,13 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = nn.Linear(hidden_size, width, bias=config.qkv_bias)
-        self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
-        self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
-        self.output = nn.Linear(width, hidden_size, bias=config.output_bias)
+        self.latent = None if config.latent is None else LatentProjections(config, hidden_size)
+        if self.latent is None:
+            self.query = nn.Linear(hidden_size, width, bias=config.qkv_bias)
+            self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
+            self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
+        self.output = nn.Linear(config.num_heads * config.value_dim, hidden_size, bias=config.output_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.query_norm = _head_norm(config, config.num_heads) if config.qk_norm else None
         self.key_norm = _head_norm(config, config.num_kv_heads) if config.qk_norm else None
 
@@ -70,17 +82,15 @@ class Attention(nn.Module):
         if tables is not None:
             queries = rotate(queries, *tables, interleaved=self._is_interleaved())
             keys = rotate(keys, *tables, interleaved=self._is_interleaved())
-        attended = attend(
-            queries,
-            keys,
-            split_heads(value, config.num_kv_heads),
-            visible=self._visible(x.shape[1], padding),
-            bias=bias,
-            scale=config.softmax_scale,
-            softcap=config.softcap or 0.0,
-        )
-        output: Tensor = self.output(join_heads(attended))
-        return output
+        values, scale = split_heads(value, config.num_kv_heads), config.softmax_scale
+        visible = self._visible(x.shape[1], padding)
+        if self.sinks is not None:
+            assert visible is not None
+            attended = attend_with_sinks(queries, keys, values, self.sinks, visible=visible, scale=scale)
+            return self._read_out(join_heads(attended))
+        softcap = config.softcap or 0.0
+        attended = attend(queries, keys, values, visible=visible, bias=bias, scale=scale, softcap=softcap)
+        return self._read_out(join_heads(attended))
 
     def step(
         self,
@@ -89,19 +99,25 @@ class Attention(nn.Module):
         past_value: Tensor,
         step: CacheStep,
         tables: RotaryTables | None,
-        bias: Tensor | None = None,
+        bias: ScoreBias | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """New tokens x [B, S, W] over caches [B, K, C, H]; returns [B, S, W] and the caches after the step.
 
-        `bias` [P, N] is added to scores by distance.
+        `bias` is added to the scores.
         """
         config = self.config
         query, key, value = self._project(x)
         if bias is not None:
             heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
             caches = (past_key, past_value, *step)
-            attended, *present = biased_cached_attention(query, key, value, *caches, bias, *heads)
-            return self.output(attended), *present
+            attended, *present = biased_cached_attention(query, key, value, *caches, bias.table, *heads, bias.by_key)
+            return self._read_out(attended), *present
+        if self.sinks is not None:
+            assert tables is not None
+            heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
+            inputs = (query, key, value, past_key, past_value, *step, *tables, self.sinks)
+            attended, *present = sink_cached_attention(*inputs, *heads, config.window or -1, self._is_interleaved())
+            return self._read_out(attended), *present
         attended, present_key, present_value = cached_attention(
             query,
             key,
@@ -119,7 +135,7 @@ class Attention(nn.Module):
             config.window or -1,
             self._is_interleaved(),
         )
-        return self.output(attended), present_key, present_value
+        return self._read_out(attended), present_key, present_value
 
     def encode(self, x: Tensor, lengths: Tensor, tables: RotaryTables | None, bias: Tensor | None) -> Tensor:
         """Attention within padded texts x [B, S, W] of `lengths` int32 [B]; returns [B, S, W].
@@ -139,10 +155,18 @@ class Attention(nn.Module):
             config.softcap or 0.0,
             self._is_interleaved(),
         )
-        output: Tensor = self.output(attended)
+        return self._read_out(attended)
+
+    def _read_out(self, attended: Tensor) -> Tensor:
+        """The heads joined [B, S, N*H] to activations [B, S, W]."""
+        output: Tensor = self.output(attended if self.latent is None else self.latent.narrow(attended))
         return output
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, S, N*H], key and value [B, S, K*H]."""
+        if self.latent is not None:
+            query, key, value = self.latent(x)
+            return query, key, value
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is None or self.key_norm is None:
             return query, key, value

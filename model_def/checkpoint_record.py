@@ -73,11 +73,14 @@ def stored_name(name: str, *, outer: Mapping[str, str], blocks: str, modules: Ma
     """A format's name of our parameter `name`.
 
     `outer` maps whole names outside the blocks; a layer's parameter is `blocks`, its number, its module by `modules`,
-    and weight or bias: "blocks.3.attention.query.weight" to "blk.3.attn_q.weight".
+    and weight or bias: "blocks.3.attention.query.weight" to "blk.3.attn_q.weight". A parameter that is itself in
+    `modules` is called as that says.
     """
     if name in outer:
         return outer[name]
     _, layer, rest = name.split(".", 2)
+    if rest in modules:
+        return f"{blocks}.{layer}.{modules[rest]}"
     module, _, kind = rest.rpartition(".")
     return f"{blocks}.{layer}.{modules[module]}.{kind}"
 

@@ -8,8 +8,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from graphport.model_def.expert_config import ExpertsConfig
+from graphport.model_def.audio_config import AudioConfig
+from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
+from graphport.model_def.latent_config import LatentConfig
 from graphport.model_def.position_config import (
+    AlibiBias,
     ConfigError,
     DynamicScaling,
     FrequencyFactors,
@@ -63,7 +66,9 @@ class AttentionConfig:
     """softmax(scale * Q K^T) V over heads; order scale, cap, mask.
 
     `window` w lets position i see (i-w, i], and without causality (i-w, i+w). `qk_norm_over`: each head is normed by
-    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2).
+    itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2). With `latent` the
+    projections go by way of small vectors, and values have heads of their own size (DeepSeek). `sinks`: each query head
+    has a score of its own beside those of keys, which takes weight and gives nothing (GPT-OSS).
     """
 
     num_heads: int
@@ -78,6 +83,8 @@ class AttentionConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     rotary: RotaryPosition | None = None
+    latent: LatentConfig | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -92,6 +99,17 @@ class AttentionConfig:
             require_count("attention window", self.window)
         if self.rotary is not None:
             self._check_rotary(self.rotary)
+        if self.sinks and (not self.causal or self.rotary is None or self.softcap is not None or self.latent):
+            raise ConfigError("attention with sinks is causal and rotary, without a cap and latent vectors")
+        if self.latent is not None:
+            if self.qk_norm is not None or not self.causal:
+                raise ConfigError("latent attention is causal and has norms of its own, not of queries and keys")
+            self.latent.check_heads(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                rotary_dim=0 if self.rotary is None else self.rotary.rotary_dim(self.head_dim),
+            )
 
     def _check_rotary(self, rotary: RotaryPosition) -> None:
         rotary_dim = rotary.rotary_dim(self.head_dim)
@@ -119,6 +137,11 @@ class AttentionConfig:
         if self.num_kv_heads == self.num_heads:
             return "multi-head"
         return "multi-query" if self.num_kv_heads == 1 else "grouped-query"
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head of values, and of what a head gives."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -199,9 +222,11 @@ class TransformerConfig:
     is the embedding's. Logits are `logit_scale * head(x)`, then `cap * tanh(x / cap)` if `logit_softcap`.
     `token_types` is the number of rows of a table added to the embeddings (0: none), `embedding_norm` the norm of
     their sum. `embedding_width` is that of the three where a linear layer then widens them to `hidden_size` (ELECTRA).
-    `pooling` and `classifier` are an encoder's; one of them at most. With `image` the stack reads patches of images in
-    place of ids, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
-    cross-attention reads: this stack is the decoder of an encoder-decoder.
+    `id_width` is that of the ids' embeddings alone, which a linear layer without bias widens before positions are
+    added; another narrows the stream for the head (OPT 350M). `pooling` and `classifier` are an encoder's; one of them
+    at most. With `image` the stack reads patches of images in place of ids, with `audio` frames of sound, and there is
+    no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks' cross-attention reads: this stack is
+    the decoder of an encoder-decoder.
     """
 
     vocab_size: int
@@ -209,10 +234,11 @@ class TransformerConfig:
     max_positions: int
     blocks: tuple[BlockConfig, ...]
     position: LearnedPosition | SinusoidalPosition | None = None
-    relative_bias: RelativeBias | None = None
+    relative_bias: RelativeBias | AlibiBias | None = None
     token_types: int = 0
     embedding_norm: NormConfig | None = None
     embedding_width: int | None = None
+    id_width: int | None = None
     embedding_scale: float = 1.0
     final_norm: NormConfig | None = None
     head: HeadKind = "tied"
@@ -222,15 +248,21 @@ class TransformerConfig:
     pooling: PoolingConfig | None = None
     classifier: ClassifierConfig | None = None
     image: ImageConfig | None = None
+    audio: AudioConfig | None = None
     encoder: "TransformerConfig | None" = None
 
     def __post_init__(self) -> None:
-        for name in (*(() if self.image else ("vocab_size",)), "hidden_size", "max_positions"):
+        has_ids = self.image is None and self.audio is None
+        for name in (*(("vocab_size",) if has_ids else ()), "hidden_size", "max_positions"):
             require_count(name, getattr(self, name))
         if self.embedding_width is not None:
             require_count("embedding_width", self.embedding_width)
             if self.head == "tied":
                 raise ConfigError("a tied head reads hidden_size channels, which an embedding_width of its own has not")
+        if self.id_width is not None:
+            require_count("id_width", self.id_width)
+            if self.embedding_width is not None or self.head == "none" or not self.is_causal:
+                raise ConfigError("id_width belongs to decoders with a head, and excludes embedding_width")
         for name in ("embedding_scale", "logit_scale"):
             require_positive(name, getattr(self, name))
         if not self.blocks:
@@ -249,6 +281,8 @@ class TransformerConfig:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
         self._check_encoder()
         self._check_source()
+        if not has_ids:
+            self._check_without_ids()
         if self.image is not None:
             self._check_image(self.image)
 
@@ -256,6 +290,11 @@ class TransformerConfig:
         """What encoders alone have."""
         if self.token_types != 0:
             require_count("token_types", self.token_types)
+        if isinstance(self.relative_bias, AlibiBias):
+            if not self.is_causal or any(b.attention.rotary or b.attention.window for b in self.blocks):
+                raise ConfigError("ALiBi belongs to decoders without rotation and windows")
+            if len({b.attention.softmax_scale for b in self.blocks}) > 1:
+                raise ConfigError("ALiBi is shared by layers of one scale")
         if self.relative_bias is not None and len({b.attention.num_heads for b in self.blocks}) > 1:
             raise ConfigError("a relative bias is shared by layers of one number of heads")
         if (self.pooling or self.classifier) and self.is_causal:
@@ -279,14 +318,16 @@ class TransformerConfig:
         if not self.is_causal or encoder.is_causal or encoder.head != "none" or encoder.pooling or encoder.classifier:
             raise ConfigError("an encoder-decoder is a causal stack and a bidirectional encoder that gives its states")
 
-    def _check_image(self, image: ImageConfig) -> None:
-        """What reads patches has nothing that belongs to ids."""
+    def _check_without_ids(self) -> None:
+        """What reads patches or frames has nothing that belongs to ids."""
         ids = (self.vocab_size, self.token_types, self.position, self.relative_bias, self.embedding_width)
         if any(ids) or self.head != "none" or self.pooling or self.classifier or self.is_causal:
             raise ConfigError(
-                "an image encoder has bidirectional blocks, vocab_size 0, head 'none', its positions and what is read "
-                "out in `image`, and no token types"
+                "an encoder of images or recordings has bidirectional blocks, vocab_size 0, head 'none', positions of "
+                "its own and no token types"
             )
+
+    def _check_image(self, image: ImageConfig) -> None:
         pool = image.readout.pool if image.readout else None
         if pool is not None and self.hidden_size % pool.num_heads:
             raise ConfigError(
@@ -329,9 +370,12 @@ _RECORDS = {
         LearnedPosition,
         SinusoidalPosition,
         RelativeBias,
+        AlibiBias,
         NormConfig,
         AttentionConfig,
         FeedForwardConfig,
+        LatentConfig,
+        RouterConfig,
         ExpertsConfig,
         BlockConfig,
         PoolingConfig,
@@ -340,6 +384,7 @@ _RECORDS = {
         ImageReadoutConfig,
         PreprocessingConfig,
         ImageConfig,
+        AudioConfig,
         TransformerConfig,
     )
 }

@@ -12,8 +12,10 @@ from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import NormConfig, NormOrder
 from graphport.model_def.decoder_tensors import LLAMA, DecoderTensors
 from graphport.model_def.huggingface_experts import TRAINING_KEYS, ExpertRule
+from graphport.model_def.huggingface_latent import LATENT_KEYS
 from graphport.model_def.huggingface_values import Values, read_flag
 from graphport.model_def.huggingface_windows import WindowRule
+from graphport.model_def.position_config import AlibiBias
 from graphport.model_def.rotary_parameters import RotaryRule
 
 # our names of sizes to the keys that most families have
@@ -73,8 +75,10 @@ class DecoderFamily:
     size) are transformers' defaults; `head_dim` None is hidden size / heads. `kv_heads_default`: an absent number is
     that of the query heads. `kv_heads` is a fixed number; without it and a key every query head has its own. `norm`
     with its epsilon replaced is every norm, q/k norms without its bias unless `qk_norm_bias`. `position_offset`:
-    positions are a learned table, whose row `position_offset` is the first. `scale_by_layer`: layer i divides its
-    scores by i + 1 besides. `unscaled`: scores are not divided by the root of the head size.
+    positions are a learned table, whose row `position_offset` is the first. `alibi`: positions are biases.
+    `id_width_key`: the width of the ids' embeddings where it is not the hidden size. `embedding_norm`: embeddings are
+    normed. `has_latent`: attention goes by way of latent vectors. `sinks`: its heads have them. `scale_by_layer`: layer
+    i divides its scores by i + 1 besides. `unscaled`: scores are not divided by the root of the head size.
     """
 
     model_type: str
@@ -104,6 +108,11 @@ class DecoderFamily:
     qk_norm_bias: bool = True
     rotary: RotaryRule | None = RotaryRule()  # noqa: RUF009 - frozen
     position_offset: int | None = None
+    alibi: AlibiBias | None = None
+    id_width_key: str | None = None
+    embedding_norm: bool = False
+    has_latent: bool = False
+    sinks: bool = False
     window: WindowRule | None = None
     attention_scale: Number | None = None
     unscaled: bool = False
@@ -122,7 +131,8 @@ class DecoderFamily:
         rotary = () if self.rotary is None else self.rotary.keys
         window = () if self.window is None else self.window.keys
         experts = () if self.experts is None else (*self.experts.keys, *TRAINING_KEYS)
-        return (*_TOKEN_KEYS, *self.keys.values(), *self.refined_by, *named, *rotary, *window, *experts)
+        latent = LATENT_KEYS if self.has_latent else ()
+        return (*_TOKEN_KEYS, *self.keys.values(), *self.refined_by, *named, *rotary, *window, *experts, *latent)
 
     @property
     def numbers(self) -> tuple[Number | None, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from graphport.model_def.expert_tensors import MIXTRAL, QWEN_MOE, ExpertTensors
+from graphport.model_def.expert_tensors import DEEPSEEK, GPT_OSS, MIXTRAL, QWEN_MOE, ExpertTensors
 
 # stacked: all query heads, all key heads, all value heads. grouped: for each key/value head its query heads, itself,
 # its value head (one of each where every query head has its own)
@@ -22,25 +22,33 @@ class DecoderTensors:
     `prefix` stands before all but the head, except in files saved without a head. `modules` maps the modules of a block
     to those of `blocks`.{i}; what several of ours map to is one matrix: query, key and value in the order `qkv`, gate
     and up one after the other. `is_transposed`: the matrices of blocks are [in, out] (GPT-2's Conv1D). `experts`: the
-    namings of experts that occur.
+    namings of experts that occur. `has_layers_behind`: files may have layers behind the last, which predict further
+    tokens and are not read.
     """
 
     modules: Mapping[str, str]
     prefix: str = "model."
     embedding: str = "embed_tokens"
     position: str = "embed_positions"
+    embedding_norm: str = "embed_norm"
+    id_projection: str = "project_in"
+    head_projection: str = "project_out"
     final_norm: str = "norm"
     blocks: str = "layers"
     heads: tuple[str, ...] = ("lm_head",)
     qkv: Layout = "stacked"
     is_transposed: bool = False
     experts: tuple[ExpertTensors, ...] = ()
+    has_layers_behind: bool = False
 
     def outer(self, prefix: str, head: str) -> dict[str, str]:
         """Our parameters outside the blocks to the files' names."""
         modules = {
             "embedding": prefix + self.embedding,
             "position": prefix + self.position,
+            "embedding_norm": prefix + self.embedding_norm,
+            "id_projection": prefix + self.id_projection,
+            "head_projection": prefix + self.head_projection,
             "final_norm": prefix + self.final_norm,
             "head": head,
         }
@@ -70,6 +78,29 @@ def _fused_qkv(module: str) -> dict[str, str]:
 LLAMA = DecoderTensors(modules=_ATTENTION | _GATED | _PRE_NORMS)
 MIXTRAL_EXPERTS = dataclasses.replace(LLAMA, experts=MIXTRAL)
 QWEN_EXPERTS = dataclasses.replace(LLAMA, experts=QWEN_MOE)
+GPT_OSS_SINKS = DecoderTensors(
+    modules={**_ATTENTION, **_PRE_NORMS, "attention.sinks": "self_attn.sinks"}, experts=GPT_OSS
+)
+_LATENT = {
+    "attention.latent.down": "self_attn.kv_a_proj_with_mqa",
+    "attention.latent.norm": "self_attn.kv_a_layernorm",
+    "attention.latent.up": "self_attn.kv_b_proj",
+    "attention.output": "self_attn.o_proj",
+}
+DEEPSEEK_QUERY = DecoderTensors(
+    modules={**_LATENT, "attention.latent.query": "self_attn.q_proj", **_GATED, **_PRE_NORMS},
+    experts=DEEPSEEK,
+    has_layers_behind=True,
+)
+DEEPSEEK_LATENT_QUERY = dataclasses.replace(
+    DEEPSEEK_QUERY,
+    modules={
+        **DEEPSEEK_QUERY.modules,
+        "attention.latent.query_down": "self_attn.q_a_proj",
+        "attention.latent.query_norm": "self_attn.q_a_layernorm",
+        "attention.latent.query": "self_attn.q_b_proj",
+    },
+)
 GEMMA_SANDWICH = DecoderTensors(
     modules={
         **_ATTENTION,
@@ -191,6 +222,8 @@ OPT = DecoderTensors(
     position="decoder.embed_positions",
     final_norm="decoder.final_layer_norm",
     blocks="decoder.layers",
+    id_projection="decoder.project_in",
+    head_projection="decoder.project_out",
 )
 FALCON = DecoderTensors(
     modules={
@@ -206,6 +239,7 @@ FALCON = DecoderTensors(
     blocks="h",
     qkv="grouped",
 )
+BLOOM = dataclasses.replace(FALCON, embedding_norm="word_embeddings_layernorm")
 FALCON_TWO_NORMS = dataclasses.replace(
     FALCON, modules={**FALCON.modules, "attention_norm": "ln_attn", "feed_forward_norm": "ln_mlp"}
 )

@@ -11,7 +11,7 @@ from torch import Tensor, arange, finfo, float32, nn, tensor, where
 from graphport.model_def.attention import RotaryTables
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.ops import pool
-from graphport.model_def.position_config import ConfigError, length_switch
+from graphport.model_def.position_config import ConfigError, RelativeBias, length_switch
 from graphport.model_def.positions import relative_buckets
 from graphport.model_def.transformer import Transformer
 
@@ -31,7 +31,7 @@ class Encoder(nn.Module):
             if tables is not None:
                 self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
                 self.register_buffer(f"sin_{layer}", tables.sin, persistent=False)
-        if model.config.relative_bias is not None:
+        if isinstance(model.config.relative_bias, RelativeBias):
             self.register_buffer("buckets", relative_buckets(model.config.relative_bias, max_length), persistent=False)
 
     def forward(self, input_ids: Tensor, lengths: Tensor, token_types: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -50,6 +50,8 @@ _BART_MODULES: Mapping[str, str] = {
     "feed_forward_norm": "final_layer_norm",
 }
 
+_WHISPER_KEYS: Mapping[str, str] = {**_BART_KEYS, "positions": "max_target_positions"}
+
 
 def _t5_modules(feed_forward: int) -> dict[str, str]:
     """The modules of a T5 block whose feed-forward is its layer of that number."""
@@ -86,7 +88,9 @@ class EncoderDecoderFamily:
     `positions`: a learned table whose row `position_offset` is the first, sines before cosines, or a relative bias.
     `shared` is the tensor of the embedding that both stacks may share. `head_bias` is the name of the
     bias of the logits, where files may have one. `languages`: how tokens that name a language look, a regular
-    expression.
+    expression. `reads_sound`: the encoder reads log-mel features, through two convolutions. Without `key_bias` the
+    keys' projections are stored without biases, which change no softmax: they are zeros then. `head` is the stored name
+    of a head of its own.
     """
 
     model_type: str
@@ -105,6 +109,9 @@ class EncoderDecoderFamily:
     neutral: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     extra_keys: tuple[str, ...] = ()
     languages: str | None = None
+    reads_sound: bool = False
+    key_bias: bool = True
+    head: str = "lm_head.weight"
 
 
 def _stack(name: str, *, final_norm: bool) -> StackTensors:
@@ -131,6 +138,17 @@ def _t5_stack(name: str, feed_forward: int) -> StackTensors:
         },
         gated={"feed_forward.gate": f"{dense}.wi_0", "feed_forward.up": f"{dense}.wi_1"},
     )
+
+
+def _sound_stack() -> StackTensors:
+    """Whisper's encoder, whose positions are stored as they are added."""
+    outer = {
+        "frames.first": "model.encoder.conv1",
+        "frames.second": "model.encoder.conv2",
+        "frames.positions": "model.encoder.embed_positions.weight",
+        "final_norm": "model.encoder.layer_norm",
+    }
+    return StackTensors(blocks="model.encoder.layers", modules=_BART_MODULES, outer=outer)
 
 
 _LAYER_NORM = NormConfig(kind="layer", epsilon=1e-5, bias=True)
@@ -214,6 +232,27 @@ ENCODER_DECODER_FAMILIES: tuple[EncoderDecoderFamily, ...] = (
             *("d_kv", "relative_attention_num_buckets", "relative_attention_max_distance", "layer_norm_epsilon"),
             *("is_gated_act", "dense_act_fn", "scale_decoder_outputs"),
         ),
+    ),
+    EncoderDecoderFamily(
+        model_type="whisper",
+        keys=_WHISPER_KEYS,
+        encoder=_sound_stack(),
+        decoder=_stack("decoder", final_norm=True),
+        norm=_LAYER_NORM,
+        norm_order="pre",
+        positions="learned",
+        has_final_norm=True,
+        shared="model.decoder.embed_tokens",
+        # transformers reads the first and uses it nowhere; the others are of training, classifiers and alignment
+        neutral={
+            "scale_embedding": (False, True),
+            "apply_spec_augment": (False, True),
+            "use_weighted_layer_sum": (False,),
+        },
+        extra_keys=("num_mel_bins", "max_source_positions", "forced_decoder_ids"),
+        reads_sound=True,
+        key_bias=False,
+        head="proj_out.weight",
     ),
 )
 

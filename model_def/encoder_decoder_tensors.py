@@ -19,7 +19,6 @@ from graphport.model_def.positions import sinusoidal_table
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
 from graphport.model_def.transformer import parameter_shapes
 
-_HEAD = "lm_head.weight"
 # what old versions of transformers saved beside the parameters; computed or unused here
 _HARMLESS = ("encoder.version", "decoder.version", "EncDecAttention.relative_attention_bias.weight")
 _ENCODER = "encoder."
@@ -43,20 +42,21 @@ class StoredEncoderDecoder:
         Raises CheckpointError when the config says something else.
         """
         flag = values.get("tie_word_embeddings")
-        if _HEAD not in self.files.tensors:
+        head = self.family.head
+        if head not in self.files.tensors:
             if flag is False and self.family.positions != "relative":
                 raise CheckpointError(
-                    f"tie_word_embeddings is false and {_HEAD} is missing; set the flag if the head is the embedding, "
+                    f"tie_word_embeddings is false and {head} is missing; set the flag if the head is the embedding, "
                     "or fetch the missing tensor"
                 )
             return "tied"
         embedding = self._embedding(self.family.decoder)
-        is_same = embedding in self.files.tensors and self._are_equal(_HEAD, embedding)
+        is_same = embedding in self.files.tensors and self._are_equal(head, embedding)
         if is_same or embedding not in self.files.tensors:
             return "tied"
         if flag is True or (flag is None and self.family.positions != "relative"):
             raise CheckpointError(
-                f"tie_word_embeddings is true, but {_HEAD} and {embedding} are different tensors; set the flag to "
+                f"tie_word_embeddings is true, but {head} and {embedding} are different tensors; set the flag to "
                 "false if the head was trained"
             )
         return "separate"
@@ -67,8 +67,8 @@ class StoredEncoderDecoder:
         Raises CheckpointError for what is missing, extra or of the wrong shape.
         """
         shapes = parameter_shapes(config)
-        names = {ours: self._name(ours, config) for ours in shapes}
-        needed = {theirs: shapes[ours] for ours, theirs in names.items()}
+        names = {ours: self._name(ours, config) for ours in shapes if self._is_stored(ours)}
+        needed = {theirs: _stored_shape(ours, shapes[ours]) for ours, theirs in names.items()}
         if self.family.head_bias in needed:
             needed[str(self.family.head_bias)] = (1, *shapes["head.bias"])
         stored = self.files.tensors
@@ -81,11 +81,17 @@ class StoredEncoderDecoder:
     def read(self, names: Mapping[str, str], config: TransformerConfig) -> dict[str, Tensor]:
         """The parameters as float32; what two of them share is read once."""
         shapes, read = parameter_shapes(config), {name: self.files.read(name) for name in set(names.values())}
-        return {ours: read[theirs].reshape(shapes[ours]) for ours, theirs in names.items()}
+        return {
+            ours: _as_linear(read[names[ours]]).reshape(shape) if ours in names else torch.zeros(shape)
+            for ours, shape in shapes.items()
+        }
+
+    def _is_stored(self, ours: str) -> bool:
+        return self.family.key_bias or not ours.endswith("attention.key.bias")
 
     def _name(self, ours: str, config: TransformerConfig) -> str:
         if ours == "head.weight":
-            return _HEAD
+            return self.family.head
         if ours == "head.bias":
             return str(self.family.head_bias)
         is_encoder = ours.startswith(_ENCODER)
@@ -94,6 +100,8 @@ class StoredEncoderDecoder:
         module, _, kind = inner.rpartition(".")
         if module == "embedding":
             return self._embedding(stack)
+        if inner in stack.outer:
+            return stack.outer[inner]
         if module in stack.outer:
             return f"{stack.outer[module]}.{kind}"
         _, layer, part = module.split(".", 2)
@@ -107,8 +115,8 @@ class StoredEncoderDecoder:
         own, shared = f"{stack.outer['embedding']}.weight", f"{self.family.shared}.weight"
         if own in self.files.tensors:
             return own
-        has_shared = shared in self.files.tensors or _HEAD not in self.files.tensors
-        return shared if has_shared else _HEAD
+        has_shared = shared in self.files.tensors or self.family.head not in self.files.tensors
+        return shared if has_shared else self.family.head
 
     def _is_second_copy(self, name: str, config: TransformerConfig) -> bool:
         """Whether a tensor that is no parameter's repeats one, or is computed here: then it is left out.
@@ -118,9 +126,10 @@ class StoredEncoderDecoder:
         family = self.family
         if name.endswith(_HARMLESS):
             return True
-        copies = {f"{family.shared}.weight", _HEAD if config.head == "tied" else ""}
+        copies = {f"{family.shared}.weight", family.head if config.head == "tied" else ""}
         if name in copies:
-            others = [self._embedding(stack) for stack in (family.decoder, family.encoder)]
+            stacks = [stack for stack in (family.decoder, family.encoder) if "embedding" in stack.outer]
+            others = [self._embedding(stack) for stack in stacks]
             return any(other in self.files.tensors and self._are_equal(name, other) for other in others)
         tables = {f"{stack.outer.get('position')}.weight" for stack in (family.encoder, family.decoder)}
         if family.positions == "sinusoidal" and name in tables:
@@ -140,3 +149,14 @@ class StoredEncoderDecoder:
         return tensors[name].shape == tensors[other].shape and torch.equal(
             self.files.read(name), self.files.read(other)
         )
+
+
+def _stored_shape(ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter in the files: a convolution's three neighbours are their last axis there."""
+    is_convolution = ".frames." in f".{ours}" and ours.endswith(".weight")
+    return (shape[0], shape[1] // 3, 3) if is_convolution else shape
+
+
+def _as_linear(stored: Tensor) -> Tensor:
+    """A convolution's weight [W, C, 3] as [W, 3, C], see `frames.py`; others as they are."""
+    return stored.transpose(1, 2) if stored.dim() == 3 else stored

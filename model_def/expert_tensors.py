@@ -5,6 +5,7 @@ In: a naming and one of our parameters. Out: where it is in the files. It reads 
 Shapes: `E` experts, `W` width of the stream, `F` width of an expert.
 """
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +13,8 @@ from typing import Literal
 import torch
 
 from graphport.model_def.expert_config import ExpertsConfig
-from graphport.model_def.stored_parts import StackedPart, StoredPart
+from graphport.model_def.microscaled_parts import BLOCKS, MicroscaledPart
+from graphport.model_def.stored_parts import Part, StackedPart, StoredPart
 
 EXPERTS = "feed_forward.experts."
 
@@ -23,8 +25,9 @@ class ExpertTensors:
 
     `gate`, `up` and `down` hold {} for the number of an expert, and end in .weight then; or each is one tensor of all
     experts, whose bias is called with _bias behind. Where gate and up have one name its rows are both: gate before up
-    (`halves`), or by turns (`turns`). `is_transposed`: matrices are [E, in, out]. `modules` are those beside the
-    experts, from ours to theirs.
+    (`halves`), or by turns (`turns`). `is_transposed`: matrices are [E, in, out]. `is_microscaled`: they are in
+    blocks of 4 bits, [E, out, in] (see `microscaled_parts.py`). `modules` are those beside the experts, from ours to
+    theirs.
     """
 
     gate: str
@@ -32,17 +35,19 @@ class ExpertTensors:
     down: str
     order: Literal["halves", "turns"] = "halves"
     is_transposed: bool = False
+    is_microscaled: bool = False
     modules: Mapping[str, str] = field(default_factory=dict)
 
     def is_in(self, names: Collection[str], prefix: str, layer: int) -> bool:
         """Whether files with tensors called `names` use this naming in `layer`."""
-        return f"{prefix}.{layer}.{self.down.format(0)}{'.weight' if self._is_each else ''}" in names
+        ending = ".weight" if self._is_each else BLOCKS if self.is_microscaled else ""
+        return f"{prefix}.{layer}.{self.down.format(0)}{ending}" in names
 
     @property
     def _is_each(self) -> bool:
         return "{}" in self.down
 
-    def part(self, name: str, prefix: str, experts: ExpertsConfig) -> StoredPart | StackedPart:
+    def part(self, name: str, prefix: str, experts: ExpertsConfig) -> Part:
         """Where the parameter `name`, "blocks.3.feed_forward.experts.gate.weight", is."""
         _, layer, rest = name.split(".", 2)
         matrix, kind = rest.removeprefix(EXPERTS).split(".")
@@ -55,6 +60,8 @@ class ExpertTensors:
             first = torch.arange(experts.width)
             index = 0 if matrix == "gate" else 1
             rows = first + index * experts.width if self.order == "halves" else 2 * first + index
+        if self.is_microscaled and kind == "weight":
+            return MicroscaledPart(stored, rows)
         return StoredPart(stored, rows, is_transposed=self.is_transposed and kind == "weight", axis=1)
 
 
@@ -83,3 +90,17 @@ QWEN_MOE = (
     ),
     ExpertTensors(gate=_GATE_UP, up=_GATE_UP, down=_DOWN, modules=_QWEN),
 )
+_DEEPSEEK = _ROUTER | {
+    "feed_forward.correction": "mlp.gate.e_score_correction_bias",
+    **{f"feed_forward.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+DEEPSEEK = tuple(dataclasses.replace(naming, modules=_DEEPSEEK) for naming in QWEN_MOE)
+_GPT_OSS = ExpertTensors(
+    gate=_GATE_UP,
+    up=_GATE_UP,
+    down=_DOWN,
+    order="turns",
+    is_transposed=True,
+    modules={"feed_forward.router": "mlp.router"},
+)
+GPT_OSS = (_GPT_OSS, dataclasses.replace(_GPT_OSS, is_transposed=False, is_microscaled=True))

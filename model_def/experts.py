@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphport.model_def.config import FeedForwardConfig
+from graphport.model_def.expert_choice import choose_experts
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.expert_ops import mixture_of_experts
 from graphport.model_def.feed_forward import FeedForward
@@ -56,7 +57,7 @@ class ExpertMixture(nn.Module):
             self.up.bias,
             self.down.bias,
             config.num_chosen,
-            config.normalized,
+            config.normalized or not config.router.is_plain,
             config.alpha,
             config.up_offset,
             config.limit or 0.0,
@@ -69,7 +70,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: ExpertsConfig, hidden_size: int) -> None:
         super().__init__()
+        self.config = config
         self.router = nn.Linear(hidden_size, config.num_experts, bias=config.router_bias)
+        self.correction = nn.Parameter(torch.zeros(config.num_experts)) if config.router.correction else None
         self.experts = ExpertMixture(config, hidden_size)
         self.shared: FeedForward | None = None
         if config.shared_width is not None:
@@ -83,10 +86,18 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """X [..., W] to [..., W]."""
-        mixed: Tensor = self.experts(x, self.router(x))
+        mixed = self._mix(x, self.router(x))
         if self.shared is None:
             return mixed
         shared: Tensor = self.shared(x)
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x)) * shared
         return mixed + shared
+
+    def _mix(self, x: Tensor, router_logits: Tensor) -> Tensor:
+        """What the chosen experts give of x [..., W], [..., W]."""
+        factor: Tensor | float = self.config.router.scaling
+        if not self.config.router.is_plain:
+            router_logits, factor = choose_experts(router_logits, self.correction, self.config)
+        mixed: Tensor = self.experts(x, router_logits)
+        return mixed if isinstance(factor, float) and factor == 1.0 else mixed * factor

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphport.model_def.speech_tokens import SpeechTokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedTokens:
@@ -17,7 +19,8 @@ class ForcedTokens:
     a text that reaches its limit ends; None forces none. `never`: ids that are not generated; `never_first`: not as the
     first after `start` and `first`. `bad`: sequences of ids whose last one may not complete them. `languages`: ids by
     their codes; a text's own replaces that of the tokenizer in the source, and `start`'s last id or `first`
-    (`names_target`). `needs_language`: there is no start without one.
+    (`names_target`). `needs_language`: there is no start without one. `speech`: of a model that hears, whose texts
+    begin with `start`'s one id and what `SpeechTokens` says.
     """
 
     start: tuple[int, ...]
@@ -29,6 +32,7 @@ class ForcedTokens:
     languages: Mapping[str, int] = field(default_factory=dict)
     names_target: str | None = None
     needs_language: bool = False
+    speech: SpeechTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.start:
@@ -45,4 +49,6 @@ class ForcedTokens:
     def from_dict(data: Mapping[str, Any]) -> "ForcedTokens":
         """The inverse of `dataclasses.asdict` through JSON; raises ValueError and TypeError."""
         lists = {name: tuple(data[name]) for name in ("start", "never", "never_first")}
-        return ForcedTokens(**{**data, **lists, "bad": tuple(tuple(ids) for ids in data["bad"])})
+        speech = None if data.get("speech") is None else SpeechTokens.from_dict(data["speech"])
+        bad = tuple(tuple(ids) for ids in data["bad"])
+        return ForcedTokens(**{**data, **lists, "bad": bad, "speech": speech})

@@ -1,4 +1,4 @@
-"""A GGUF file of architecture llama, qwen2, qwen3 or gemma3 as a `Checkpoint`.
+"""A GGUF file of an architecture that is read (see `gguf_config.py`) as a `Checkpoint`.
 
 In: a .gguf file. Out: configuration, float32 weights in our names and row order, tokenizer, chat template, end ids.
 The container is read by `gguf_file.py`, metadata becomes a configuration in `gguf_config.py`.
@@ -23,7 +23,7 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import AttentionConfig, TransformerConfig
 from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.gguf_blocks import StoredMatrix
-from graphport.model_def.gguf_config import IGNORED_TENSORS, read_gguf_config
+from graphport.model_def.gguf_config import IGNORED_TENSORS, find_architecture, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
 from graphport.model_def.gguf_rotary import ROPE_TENSORS
 from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
@@ -53,10 +53,11 @@ _BLOCK_NAMES = {
     "feed_forward.gate": "ffn_gate",
     "feed_forward.up": "ffn_up",
     "feed_forward.down": "ffn_down",
+    "feed_forward.router": "ffn_gate_inp",
+    "feed_forward.experts.gate": "ffn_gate_exps",
+    "feed_forward.experts.up": "ffn_up_exps",
+    "feed_forward.experts.down": "ffn_down_exps",
 }
-
-# architectures whose converter reorders the rows of q and k for interleaved rotation
-_PERMUTED = ("llama",)
 
 _BEGIN_KEY, _PADDING_KEY = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.padding_token_id"
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -101,8 +102,8 @@ def restored_rows(attention: AttentionConfig, num_heads: int) -> NDArray[np.int6
     The converter turns a head's rotary halves (0..r/2, r/2..r) into pairs (0, r/2, 1, r/2 + 1, ...), see `permute` in
     llama.cpp's convert_hf_to_gguf.py. `restored = stored[rows]`; dimensions beyond the rotary ones keep their place.
     """
-    assert attention.rotary is not None  # every architecture read here rotates
-    rotary_dim = attention.rotary.rotary_dim(attention.head_dim)
+    # layers that do not rotate are reordered as well
+    rotary_dim = attention.head_dim if attention.rotary is None else attention.rotary.rotary_dim(attention.head_dim)
     head = np.arange(attention.head_dim)
     head[:rotary_dim] = head[:rotary_dim].reshape(-1, 2).T.reshape(-1)
     return (np.arange(num_heads)[:, None] * attention.head_dim + head).reshape(-1)
@@ -135,8 +136,7 @@ def _read_weights(
 def _rows(file: GgufFile, config: TransformerConfig, ours: str) -> NDArray[np.int64] | None:
     """The file's rows in the order of our parameter; None where both are the same."""
     module = ours.rpartition(".")[0]
-    is_permuted = file.metadata["general.architecture"] in _PERMUTED
-    if not is_permuted or not module.endswith((".attention.query", ".attention.key")):
+    if not find_architecture(file).is_permuted or not module.endswith((".attention.query", ".attention.key")):
         return None
     attention = config.blocks[int(ours.split(".")[1])].attention
     return restored_rows(attention, attention.num_heads if module.endswith("query") else attention.num_kv_heads)

@@ -1,10 +1,11 @@
-"""GGUF metadata as a configuration, for the architectures llama, qwen2, qwen3 and gemma3.
+"""GGUF metadata as a configuration, for the architectures of one table.
 
 In: a parsed `GgufFile`. Out: a `TransformerConfig` and notes. Every key under the architecture's name is read, on a
 named list, or refused. It reads no weights but the small rotary factor tensors.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import (
@@ -16,6 +17,7 @@ from graphport.model_def.config import (
     NormOrder,
     TransformerConfig,
 )
+from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.gguf_keys import GgufKeys
 from graphport.model_def.gguf_rotary import read_rotary, read_window_rotary
@@ -31,11 +33,22 @@ class Architecture:
     `scales_embedding`: embeddings are multiplied by sqrt(hidden size). `window_period` n: where a window is stated and
     no pattern, every n-th layer sees everything and the others the window, whose rotary base is `window_theta` unless
     stated. `wide_scale_layers`: the depth of the one model whose scores are scaled by hidden size / heads.
+    `is_permuted`: the converter reorders the rows of q and k for interleaved rotation. `unrotated_period` n: every n-th
+    layer does not rotate. `softcaps`: scores and logits are capped, as the metadata must say. `has_scales`: embeddings,
+    residuals and logits are scaled, as it may say (logits are divided). `may_have_experts`: where the metadata counts
+    experts, every layer has a mixture, whose chosen weights add up to 1.
     """
 
     name: str
     always_qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_over: Literal["head", "width"] = "head"
+    is_permuted: bool = False
+    unrotated_period: int | None = None
+    softcaps: bool = False
+    has_scales: bool = False
+    has_window: bool = True
+    may_have_experts: bool = False
     activation: Activation = "silu"
     norm_order: NormOrder = "pre"
     scales_embedding: bool = False
@@ -44,11 +57,25 @@ class Architecture:
     wide_scale_layers: int | None = None
 
 
-# gemma3 as in llama.cpp's src/llama-model.cpp; its norm weights are stored with 1 added, so they are plain here
+# as in llama.cpp's src/llama-model.cpp; norm weights of gemmas are stored with 1 added, so they are plain here
 ARCHITECTURES = (
-    Architecture(name="llama"),
+    Architecture(name="llama", is_permuted=True, may_have_experts=True),
+    Architecture(name="granite", is_permuted=True, has_scales=True),
+    Architecture(name="smollm3", is_permuted=True, unrotated_period=4),
+    Architecture(name="olmo2", qk_norm=True, qk_norm_over="width", norm_order="output", has_window=False),
+    Architecture(name="gemma", activation="gelu_tanh", scales_embedding=True),
+    Architecture(
+        name="gemma2",
+        activation="gelu_tanh",
+        norm_order="sandwich",
+        scales_embedding=True,
+        window_period=2,
+        wide_scale_layers=46,
+        softcaps=True,
+    ),
     Architecture(name="qwen2", always_qkv_bias=True),
     Architecture(name="qwen3", qk_norm=True),
+    Architecture(name="qwen3moe", qk_norm=True, may_have_experts=True),
     Architecture(
         name="gemma3",
         qk_norm=True,
@@ -81,7 +108,7 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
 
     Raises CheckpointError for an unknown architecture, a split file, and keys or values that are not supported.
     """
-    architecture = _architecture(file)
+    architecture = find_architecture(file)
     keys = GgufKeys(file=file, prefix=architecture.name)
     notes: list[str] = []
     num_layers = keys.integer("block_count")
@@ -91,13 +118,22 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     norm = NormConfig(kind="rms", epsilon=keys.get("attention.layer_norm_rms_epsilon", 0))
     widths = keys.per_layer("feed_forward_length", num_layers)
     attentions = _attentions(keys, architecture, num_layers, hidden_size, max_positions, norm, notes)
+    embedding_scale, residual_scale, logit_divisor = _scales(keys, architecture, hidden_size)
+    logit_softcap = keys.number("final_logit_softcapping") or None
+    if architecture.softcaps and (logit_softcap is None or attentions[0].softcap is None):
+        raise CheckpointError(
+            f"{file.path}: {architecture.name} caps scores and logits; attn_logit_softcapping and "
+            "final_logit_softcapping must say at what"
+        )
     has_ffn_bias = _has_any(file, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
     blocks = tuple(
         BlockConfig(
             attention=attention,
-            feed_forward=FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
+            feed_forward=_experts(keys, architecture, width)
+            or FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
             norm=norm,
             norm_order=architecture.norm_order,
+            residual_scale=residual_scale,
         )
         for attention, width in zip(attentions, widths, strict=True)
     )
@@ -106,16 +142,28 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
         hidden_size=hidden_size,
         max_positions=max_positions,
         blocks=blocks,
-        embedding_scale=hidden_size**0.5 if architecture.scales_embedding else 1.0,
+        embedding_scale=embedding_scale,
         final_norm=norm,
         head="separate" if "output.weight" in file.tensors else "tied",
-        logit_softcap=keys.number("final_logit_softcapping") or None,
+        logit_scale=1.0 / logit_divisor,
+        logit_softcap=logit_softcap,
     )
     notes += _check_keys(keys)
     return config, notes
 
 
-def _architecture(file: GgufFile) -> Architecture:
+def _scales(keys: GgufKeys, architecture: Architecture, hidden_size: int) -> tuple[float, float, float]:
+    """What embeddings and residuals are multiplied by, and what logits are divided by."""
+    if architecture.has_scales:
+        embedding, residual, logits = (
+            keys.number(key) or 1.0 for key in ("embedding_scale", "residual_scale", "logit_scale")
+        )
+        return embedding, residual, logits
+    return hidden_size**0.5 if architecture.scales_embedding else 1.0, 1.0, 1.0
+
+
+def find_architecture(file: GgufFile) -> Architecture:
+    """The row of `general.architecture`; raises CheckpointError for a part of a file, no model, and an unknown name."""
     if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
         raise CheckpointError(
             f"{file.path} is one of {parts} parts; join them first: llama-gguf-split --merge FIRST_PART OUT.gguf"
@@ -152,6 +200,17 @@ def _check_keys(keys: GgufKeys) -> list[str]:
     return [f"ignored metadata keys: {', '.join(sorted(ignored))}"] if ignored else []
 
 
+def _experts(keys: GgufKeys, architecture: Architecture, width: int) -> ExpertsConfig | None:
+    """The mixture of experts of every layer; `width` is that of an expert where the metadata has none of its own."""
+    if not architecture.may_have_experts or not keys.get("expert_count"):
+        return None
+    return ExpertsConfig(
+        num_experts=keys.integer("expert_count"),
+        num_chosen=keys.integer("expert_used_count"),
+        width=keys.per_layer("expert_feed_forward_length", 1, width)[0],
+    )
+
+
 def _vocab_size(keys: GgufKeys) -> int:
     """The embedding's rows; `vocab_size` in the metadata must agree."""
     embedding = keys.file.tensors.get("token_embd.weight")
@@ -175,7 +234,7 @@ def _attentions(
 ) -> list[AttentionConfig]:
     num_heads = keys.per_layer("attention.head_count", num_layers)
     num_kv_heads = keys.per_layer("attention.head_count_kv", num_layers, num_heads[0])
-    if "attention.key_length" not in keys.file.metadata and hidden_size % num_heads[0]:
+    if keys.get("attention.key_length") is None and hidden_size % num_heads[0]:
         raise CheckpointError(
             f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads[0]}) and "
             "attention.key_length is absent"
@@ -192,7 +251,10 @@ def _attentions(
     if scale is None and num_layers == architecture.wide_scale_layers:
         scale = (hidden_size / num_heads[0]) ** -0.5
     has_qkv_bias = architecture.always_qkv_bias or _has_any(keys.file, "attn_q.bias", "attn_k.bias", "attn_v.bias")
-    windows = _windows(keys, num_layers, period=architecture.window_period)
+    windows = _windows(keys, num_layers, period=architecture.window_period) if architecture.has_window else None
+    softcap = keys.number("attn_logit_softcapping") if architecture.softcaps else None
+    period = architecture.unrotated_period
+    rotates = [period is None or (layer + 1) % period != 0 for layer in range(num_layers)]
     return [
         AttentionConfig(
             num_heads=heads,
@@ -200,12 +262,16 @@ def _attentions(
             head_dim=head_dim,
             window=window,
             qk_norm=norm if architecture.qk_norm else None,
+            qk_norm_over=architecture.qk_norm_over,
+            softcap=softcap or None,
             scale=scale,
             qkv_bias=has_qkv_bias,
             output_bias=_has_any(keys.file, "attn_output.bias"),
-            rotary=rotary if window is None else window_rotary,
+            rotary=None if not turns else rotary if window is None else window_rotary,
         )
-        for heads, kv_heads, window in zip(num_heads, num_kv_heads, windows, strict=True)
+        for heads, kv_heads, window, turns in zip(
+            num_heads, num_kv_heads, windows or [None] * num_layers, rotates, strict=True
+        )
     ]
 
 

@@ -25,6 +25,7 @@ from graphport.model_def.huggingface_encoder_decoders import read_encoder_decode
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
 from graphport.model_def.huggingface_forced_tokens import read_forced_tokens
 from graphport.model_def.huggingface_heads import read_classifier
+from graphport.model_def.huggingface_speech import check_features
 from graphport.model_def.huggingface_tokenizer import (
     read_chat_template,
     read_generation,
@@ -41,6 +42,7 @@ from graphport.model_def.vision_tensors import load_image_encoder
 
 CONFIG_FILE = "config.json"
 ADAPTER_FILE = "adapter_config.json"
+PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
 def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
@@ -131,6 +133,8 @@ def _load_encoder_decoder(
     folder: Path, values: Mapping[str, Any], family: EncoderDecoderFamily, *, name: str | None
 ) -> Checkpoint:
     config, notes, stored = _read_encoder_decoder(folder, values, family)
+    if config.encoder is not None and config.encoder.audio is not None:
+        notes += check_features(read_json(folder / PREPROCESSOR_FILE), config.encoder)
     names, tensor_notes = stored.find(str(folder), config)
     tokenizer_json, tokenizer_notes = read_tokenizer_json(folder)
     generation, generation_notes = read_generation(folder, values, tokenizer_json, vocab_size=config.vocab_size)

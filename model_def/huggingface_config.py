@@ -20,6 +20,7 @@ from graphport.model_def.config import (
 from graphport.model_def.decoder_family import DecoderFamily, is_on
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_experts import read_experts
+from graphport.model_def.huggingface_latent import latent_scale, read_latent, read_latent_head_dim, turn_part
 from graphport.model_def.huggingface_values import (
     NEUTRAL_VALUES,
     Values,
@@ -106,6 +107,9 @@ def read_config(
         max_positions=positions,
         blocks=blocks,
         position=None if offset is None else LearnedPosition(max_positions=positions, offset=offset),
+        relative_bias=family.alibi,
+        embedding_norm=norm if family.embedding_norm else None,
+        id_width=None if family.id_width_key is None else read_integer(values, family.id_width_key),
         embedding_scale=embedding_scale or 1.0,
         final_norm=norm if family.has_final_norm else None,
         head=head,
@@ -171,6 +175,9 @@ def _attentions(
         qk_norm = dataclasses.replace(norm, bias=False)
     scale = family.attention_scale.read(values, notes) if family.attention_scale else None
     scale = 1.0 if family.unscaled else scale
+    latent = read_latent(values) if family.has_latent else None
+    if latent is not None and rotaries[0] is not None:
+        scale = latent_scale(rotaries[0], head_dim)
     by_layer = family.scale_by_layer is not None and family.scale_by_layer.read(values)
     scales = [(scale or head_dim**-0.5) / (layer + 1) if by_layer else scale for layer in range(num_layers)]
     return [
@@ -186,6 +193,8 @@ def _attentions(
             qkv_bias=is_on(family.qkv_bias, values),
             output_bias=is_on(family.output_bias, values),
             rotary=rotary,
+            latent=latent,
+            sinks=family.sinks,
         )
         for window, rotary, layer_scale in zip(windows, rotaries, scales, strict=True)
     ]
@@ -200,6 +209,8 @@ def _rotaries(
     layer_types = tuple("full_attention" if window is None else "sliding_attention" for window in windows)
     rotary, rotary_notes = read_rotary(values, family.rotary, layer_types=layer_types, max_positions=positions)
     notes += rotary_notes
+    if family.has_latent:
+        rotary = {kind: turn_part(position, values) for kind, position in rotary.items()}
     rotates = read_rotary_flags(values, family.rotary, len(windows))
     return [rotary[kind] if turns else None for kind, turns in zip(layer_types, rotates, strict=True)]
 
@@ -216,6 +227,8 @@ def _num_kv_heads(values: Values, family: DecoderFamily, num_heads: int) -> int:
 
 
 def _head_dim(values: Values, family: DecoderFamily, num_heads: int) -> int:
+    if family.has_latent:
+        return read_latent_head_dim(values)
     key = family.keys.get("head_dim")
     if key is not None and values.get(key) is not None:
         return read_integer(values, key)

@@ -6,6 +6,7 @@ notes. Every key is read, on the list of keys that do not change the computation
 
 import dataclasses
 
+from graphport.model_def.audio_config import AudioConfig
 from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import (
     Activation,
@@ -37,6 +38,8 @@ _IGNORED = (
     *("dropout", "dropout_rate", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop", "init_std"),
     *("gradient_checkpointing", "initializer_factor", "classif_dropout", "num_hidden_layers", "output_past"),
     *("do_blenderbot_90_layernorm", "force_bos_token_to_be_generated", "save_step", "model_max_length"),
+    *("mask_time_prob", "mask_time_length", "mask_time_min_masks", "mask_feature_prob", "mask_feature_length"),
+    *("mask_feature_min_masks", "median_filter_width", "classifier_proj_size"),
 )
 _T5_POSITIONS = 512  # what the family was trained on; the computation has no limit
 _BUCKETS, _MAX_DISTANCE = 32, 128  # transformers' defaults
@@ -50,7 +53,7 @@ def read_encoder_decoder_config(
     Raises CheckpointError for keys and values that are not supported, ConfigError for numbers that no transformer has.
     """
     read = {*_TOKEN_KEYS, *family.keys.values(), *family.extra_keys}
-    read |= set() if family.positions == "relative" else {"scale_embedding"}
+    read |= {"scale_embedding"} if _scales_embedding(family) else set()
     notes = check_keys(values, family.model_type, read=read, neutral={**_NEUTRAL, **family.neutral}, ignored=_IGNORED)
     vocab_size = read_integer(values, "vocab_size")
     encoder = _stack(values, family, "encoder", vocab_size, notes)
@@ -101,12 +104,23 @@ def _stack(
         norm_order=family.norm_order,
     )
     positions = _positions(values, family, notes)
-    scales = family.positions != "relative" and read_flag(values, "scale_embedding")
+    blocks = (block,) * _layers(values, family, side)
+    if family.reads_sound and side == "encoder":
+        return TransformerConfig(
+            vocab_size=0,
+            hidden_size=hidden_size,
+            max_positions=read_integer(values, "max_source_positions"),
+            blocks=blocks,
+            final_norm=norm,
+            head="none",
+            audio=AudioConfig(mel_bins=read_integer(values, "num_mel_bins")),
+        )
+    scales = _scales_embedding(family) and read_flag(values, "scale_embedding")
     return TransformerConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_positions=positions,
-        blocks=(block,) * _layers(values, family, side),
+        blocks=blocks,
         position=_position(family, positions),
         relative_bias=_relative_bias(values) if family.positions == "relative" else None,
         embedding_norm=norm if family.has_embedding_norm else None,
@@ -114,6 +128,11 @@ def _stack(
         final_norm=norm if family.has_final_norm else None,
         head="none",
     )
+
+
+def _scales_embedding(family: EncoderDecoderFamily) -> bool:
+    """Whether the family has a key that scales embeddings."""
+    return family.positions != "relative" and not family.reads_sound
 
 
 def _layers(values: Values, family: EncoderDecoderFamily, side: str) -> int:

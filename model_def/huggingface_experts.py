@@ -3,11 +3,12 @@
 In: the parsed config and what the model type says of experts. Out: a record a layer, None where it has none.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.expert_config import ExpertsConfig
+from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
 from graphport.model_def.huggingface_values import Values, or_default, read_flag, read_integer
 
 # what trains the router, and what is printed of it
@@ -29,7 +30,9 @@ class ExpertRule:
 
     `count_keys` are the spellings of their number, of which one must be there. `normalized`: whether the weights of the
     chosen add up to 1, always or as a key says. `step_key` n: every n-th layer has experts; `dense_layers_key` lists
-    layers that have none. `alpha_key` and `limit_key` are GPT-OSS's, with their defaults.
+    layers that have none, `first_key` is the number of those at the beginning. `shared_count_key`: the shared
+    feed-forward is as wide as that many experts, and has no gate. `router` is what the choice is beside its numbers:
+    `group_keys` (groups, and those chosen from) and `scaling`. `alpha` and `limit` are GPT-OSS's, with their defaults.
     """
 
     count_keys: tuple[str, ...]
@@ -44,14 +47,19 @@ class ExpertRule:
     shared_width_key: str | None = None
     step_key: str | None = None
     dense_layers_key: str | None = None
+    first_key: tuple[str, int] | None = None
+    shared_count_key: str | None = None
+    router: RouterConfig = RouterConfig()  # noqa: RUF009 - frozen
+    group_keys: tuple[str, str] | None = None
+    scaling: tuple[str, float] | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The config keys that are read."""
-        optional = (self.shared_width_key, self.step_key, self.dense_layers_key)
-        pairs = tuple(pair[0] for pair in (self.alpha, self.limit) if pair is not None)
+        optional = (self.shared_width_key, self.step_key, self.dense_layers_key, self.shared_count_key)
+        pairs = tuple(pair[0] for pair in (self.alpha, self.limit, self.first_key, self.scaling) if pair is not None)
         flag = (self.normalized.key,) if isinstance(self.normalized, Switch) else ()
-        named = tuple(key for key in optional if key is not None)
+        named = (*(key for key in optional if key is not None), *(self.group_keys or ()))
         return (*self.count_keys, self.chosen_key, self.width_key, *pairs, *flag, *named)
 
 
@@ -78,14 +86,40 @@ def read_experts(
         alpha=1.0 if rule.alpha is None else or_default(values, *rule.alpha, notes),
         up_offset=rule.up_offset,
         limit=None if rule.limit is None else or_default(values, *rule.limit, notes),
-        shared_width=None if rule.shared_width_key is None else read_integer(values, rule.shared_width_key),
+        router=_router(values, rule, notes),
+        shared_width=_shared_width(values, rule),
         shared_gate=rule.shared_width_key is not None,
     )
     step = 1
     if rule.step_key is not None and values.get(rule.step_key) is not None:
         step = read_integer(values, rule.step_key)
     dense = _dense_layers(values, rule.dense_layers_key, num_layers)
+    if rule.first_key is not None:
+        key, _ = rule.first_key
+        first = or_default(values, *rule.first_key, notes)
+        dense = list(range(read_integer({key: first}, key, positive=False)))
     return [experts if (layer + 1) % step == 0 and layer not in dense else None for layer in range(num_layers)]
+
+
+def _router(values: Values, rule: ExpertRule, notes: list[str]) -> RouterConfig:
+    """How experts are chosen, with the numbers that config.json states."""
+    groups, chosen = (1, 1) if rule.group_keys is None else (read_integer(values, key) for key in rule.group_keys)
+    scaling = 1.0 if rule.scaling is None else or_default(values, *rule.scaling, notes)
+    if isinstance(scaling, bool) or not isinstance(scaling, int | float):
+        raise CheckpointError(
+            f"config.json: {rule.scaling and rule.scaling[0]} must be a positive number, got {scaling!r:.80}"
+        )
+    best = 1 if groups == 1 else rule.router.group_best
+    return dataclasses.replace(
+        rule.router, scaling=float(scaling), num_groups=groups, num_chosen_groups=chosen, group_best=best
+    )
+
+
+def _shared_width(values: Values, rule: ExpertRule) -> int | None:
+    """The width of the feed-forward that all tokens run."""
+    if rule.shared_count_key is not None:
+        return read_integer(values, rule.shared_count_key) * read_integer(values, rule.width_key)
+    return None if rule.shared_width_key is None else read_integer(values, rule.shared_width_key)
 
 
 def _count(values: Values, keys: tuple[str, ...]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from graphport.model_def.checkpoint_record import CheckpointError, read_json
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily
 from graphport.model_def.forced_tokens import ForcedTokens
+from graphport.model_def.huggingface_speech import read_speech_tokens
 
 Values = Mapping[str, Any]
 
@@ -44,6 +45,10 @@ def read_forced_tokens(
         if value(key) is not None and value(key) not in _OFF.get(key, ())
     ]
     languages = _languages(tokenizer_json, family, vocab_size)
+    speech = None
+    if family.reads_sound:
+        speech, languages, speech_notes = read_speech_tokens(generation, config, vocab_size=vocab_size)
+        notes += speech_notes
     stated = start = value("decoder_start_token_id")
     start = _default_start(config, family, languages) if start is None else start
     if start is None:
@@ -63,8 +68,9 @@ def read_forced_tokens(
             never_first=tuple(value("begin_suppress_tokens") or ()),
             bad=tuple(tuple(ids) for ids in bad),
             languages=languages,
-            names_target=_names_target(languages, start, first),
+            names_target=None if family.reads_sound else _names_target(languages, start, first),
             needs_language=stated is None and bool(languages),
+            speech=speech,
         )
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{folder}: generation config: {error}") from error

@@ -12,6 +12,7 @@ from graphport.model_def.config import NormConfig
 from graphport.model_def.decoder_family import DecoderFamily, Flag, Number, keys_of
 from graphport.model_def.huggingface_values import Values, read_flag
 from graphport.model_def.huggingface_windows import WindowRule
+from graphport.model_def.position_config import AlibiBias
 from graphport.model_def.rotary_parameters import RotaryRule
 
 _LAYER_NORM = NormConfig(kind="layer", bias=True)
@@ -44,10 +45,7 @@ def _gpt_neox(family: DecoderFamily, values: Values) -> DecoderFamily:
 def _opt(family: DecoderFamily, values: Values) -> DecoderFamily:
     width, hidden = values.get("word_embed_proj_dim"), values.get("hidden_size")
     if width not in (None, hidden):
-        raise CheckpointError(
-            f"config.json: word_embed_proj_dim ({width!r}) differs from hidden_size ({hidden!r}); embeddings that are "
-            "projected on both sides (OPT 350M) are not read: take another size of OPT"
-        )
+        family = dataclasses.replace(family, id_width_key="word_embed_proj_dim")
     if not read_flag(values, "do_layer_norm_before", default=True):
         return dataclasses.replace(family, norm_order="post", has_final_norm=False)
     return dataclasses.replace(family, has_final_norm=not read_flag(values, "_remove_final_layer_norm"))
@@ -72,6 +70,9 @@ def _falcon(family: DecoderFamily, values: Values) -> DecoderFamily:
         family = dataclasses.replace(
             family, keys=keys, kv_heads=1 if one_for_all else None, ignored=(*family.ignored, "num_kv_heads")
         )
+    if read_flag(values, "alibi"):
+        ignored = (*family.ignored, *RotaryRule().keys)  # what would say how it rotates
+        family = dataclasses.replace(family, rotary=None, alibi=AlibiBias(rounded=True), ignored=ignored)
     if is_new and num_norms == 2:
         return dataclasses.replace(family, tensors=decoder_tensors.FALCON_TWO_NORMS, feed_forward_norm=True)
     return family if is_parallel else dataclasses.replace(family, norm_order="pre", feed_forward_norm=True)
@@ -255,15 +256,40 @@ LAYER_NORM_DECODERS: tuple[DecoderFamily, ...] = (
         norm_order="parallel",
         feed_forward_norm=False,
         refine=_falcon,
-        refined_by=("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "multi_query"),
+        refined_by=("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn", "multi_query", "alibi"),
         gated=False,
         qkv_bias=Flag("bias"),
         output_bias=Flag("bias"),
         feed_forward_bias=Flag("bias"),
-        neutral={
-            "alibi": (None, False),  # positions as biases that grow with the distance: no kernel takes them
-            "apply_residual_connection_post_layernorm": (None, False),
-        },
+        neutral={"apply_residual_connection_post_layernorm": (None, False)},
         ignored=("auto_map",),
+    ),
+    DecoderFamily(
+        model_type="bloom",
+        tensors=decoder_tensors.BLOOM,
+        keys=keys_of(
+            *("kv_heads", "head_dim"),
+            width="n_inner",
+            layers="n_layer",
+            heads="n_head",
+            positions="seq_length",
+            epsilon=_FALCON_EPSILON,
+        ),
+        epsilon=1e-5,
+        activation="gelu_new",
+        width_factor=4,
+        norm=_LAYER_NORM,
+        embedding_norm=True,
+        gated=False,
+        qkv_bias=True,
+        output_bias=True,
+        feed_forward_bias=True,
+        rotary=None,
+        alibi=AlibiBias(),
+        neutral={"apply_residual_connection_post_layernorm": (None, False), "slow_but_exact": (None, False)},
+        ignored=(
+            *("offset_alibi", "masked_softmax_fusion", "attention_softmax_in_fp32", "bias_dropout_fusion"),
+            *("skip_bias_add", "skip_bias_add_qkv", "unk_token_id"),
+        ),
     ),
 )

@@ -56,7 +56,7 @@ def cached_attention(
     there and attend like the others here. Raises ValueError when a row's tokens do not fit its cache.
     """
     num_new, capacity = query.shape[1], past_key.shape[2]
-    _check_room(seqlens_k, total_sequence_length, num_new, capacity)
+    check_room(seqlens_k, total_sequence_length, num_new, capacity)
     past = past_lengths(seqlens_k, num_new)  # [B]
     positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
     queries = split_heads(query, num_heads)  # [B, N, S, H]
@@ -65,8 +65,8 @@ def cached_attention(
         cos_rows, sin_rows = cos[positions][:, None], sin[positions][:, None]  # [B, 1, S, D/2]
         queries = rotate(queries, cos_rows, sin_rows, interleaved=interleaved)
         keys = rotate(keys, cos_rows, sin_rows, interleaved=interleaved)
-    present_key = _write(past_key, keys, past)
-    present_value = _write(past_value, split_heads(value, num_kv_heads), past)
+    present_key = write_cache(past_key, keys, past)
+    present_value = write_cache(past_value, split_heads(value, num_kv_heads), past)
 
     column = torch.arange(capacity, device=past.device)
     visible = column <= positions[:, :, None]  # [B, S, C]
@@ -120,17 +120,19 @@ def biased_cached_attention(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`cached_attention` without rotation, cap and window, whose scores depend on distances too.
 
-    table float [P, N], P at least C: `table[d]` is added to the scores of keys that stand d positions before the query.
+    table float [P, N], P at least C: `table[d]` is added to the scores of keys that stand d positions before the query,
+    or at position d when `by_key`.
     """
     num_new, capacity = query.shape[1], past_key.shape[2]
-    _check_room(seqlens_k, total_sequence_length, num_new, capacity)
+    check_room(seqlens_k, total_sequence_length, num_new, capacity)
     past = past_lengths(seqlens_k, num_new)  # [B]
     positions = past[:, None] + torch.arange(num_new, device=past.device)  # [B, S]
-    present_key = _write(past_key, split_heads(key, num_kv_heads), past)
-    present_value = _write(past_value, split_heads(value, num_kv_heads), past)
+    present_key = write_cache(past_key, split_heads(key, num_kv_heads), past)
+    present_value = write_cache(past_value, split_heads(value, num_kv_heads), past)
     column = torch.arange(capacity, device=past.device)
     distance = positions[:, :, None] - column  # [B, S, C]
     written = (column <= positions[:, -1:])[:, None, :, None]
@@ -139,7 +141,7 @@ def biased_cached_attention(
         present_key.where(written, 0),
         present_value.where(written, 0),
         visible=(distance >= 0)[:, None],
-        bias=table[distance.clamp(min=0)].permute(0, 3, 1, 2),
+        bias=table[column.expand_as(distance) if by_key else distance.clamp(min=0)].permute(0, 3, 1, 2),
         scale=scale,
         softcap=0.0,
     )
@@ -159,6 +161,7 @@ def _(
     num_heads: int,
     num_kv_heads: int,
     scale: float,
+    by_key: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), past_key.new_empty(past_key.shape), past_value.new_empty(past_value.shape)
 
@@ -322,7 +325,7 @@ def join_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def _check_room(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int, capacity: int) -> None:
+def check_room(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int, capacity: int) -> None:
     """Raise ValueError for a row that ends beyond the cache, or begins before it although it is no first prompt."""
     is_first = int(total_sequence_length) == num_new
     for row, last in enumerate(seqlens_k.tolist()):
@@ -334,7 +337,7 @@ def _check_room(seqlens_k: Tensor, total_sequence_length: Tensor, num_new: int, 
             )
 
 
-def _write(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
+def write_cache(cache: Tensor, new: Tensor, past: Tensor) -> Tensor:
     """The cache [B, K, C, H] with `new` [B, K, S, H] at positions past .. past + S."""
     num_new = new.shape[2]
     source = torch.arange(cache.shape[2], device=past.device) - past[:, None]  # [B, C]: row of `new` for each slot

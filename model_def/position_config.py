@@ -177,6 +177,17 @@ class RelativeBias:
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlibiBias:
+    """What is taken from the scores of every layer: a slope a head, fixed, times the distance (Press et al. 2022).
+
+    `rounded`: slopes and their products with the key's position are added instead, both rounded to bfloat16, and the
+    sum is scaled like the scores (Falcon).
+    """
+
+    rounded: bool = False
+
+
 def require_positive(name: str, value: float) -> None:
     """Raise ConfigError unless `value` is a finite number above zero."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):

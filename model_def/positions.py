@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphport.model_def.position_config import (
+    AlibiBias,
     DynamicScaling,
     FrequencyFactors,
     LinearScaling,
@@ -87,6 +88,20 @@ def relative_buckets(bias: RelativeBias, length: int) -> Tensor:
     growth = torch.log(size.clamp(min=1).float() / single) / math.log(bias.max_distance / single) * (half - single)
     far = (single + growth.to(torch.int64)).clamp(max=half - 1)
     return torch.where(size < single, size, far) + half * (distance > 0)
+
+
+def alibi_table(bias: AlibiBias, num_heads: int, length: int, *, scale: float) -> Tensor:
+    """What is added to scores, float32 [length, num_heads]: by distance, or by the key's position when `rounded`.
+
+    (Press et al. 2022, section 3, with the authors' slopes for numbers of heads that are no power of two.)
+    """
+    whole = 2 ** math.floor(math.log2(num_heads))
+    slopes = [2 ** (-8 * head / whole) for head in range(1, whole + 1)]
+    slopes += [2 ** (-4 * head / whole) for head in range(1, 2 * (num_heads - whole), 2)]
+    position = torch.arange(length)[:, None]
+    if bias.rounded:
+        return (torch.tensor(slopes).bfloat16() * position).to(torch.float32) * scale
+    return -torch.tensor(slopes) * position
 
 
 def causal_buckets(bias: RelativeBias, length: int) -> Tensor:

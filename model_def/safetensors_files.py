@@ -23,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_TYPES = {**_FLOATS, "U8": torch.uint8}
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -39,7 +40,7 @@ class StoredTensor:
     def read(self) -> torch.Tensor:
         """The tensor in memory of its own, so that a file that changes later changes nothing."""
         data = np.fromfile(self.file, dtype=np.uint8, count=self.num_bytes, offset=self.offset)
-        return torch.from_numpy(data).view(_FLOATS[self.dtype]).reshape(self.shape)
+        return torch.from_numpy(data).view(_TYPES[self.dtype]).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

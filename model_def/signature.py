@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from graphport.model_def.audio_config import num_frames
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.forced_tokens import ForcedTokens
 from graphport.model_def.window_rows import WindowRows, rows_of
@@ -57,6 +58,7 @@ TOKEN_TYPE_IDS = "token_type_ids"
 HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
 PIXEL_VALUES = "pixel_values"
+INPUT_FEATURES = "input_features"
 SOURCE_LENGTHS = "source_lengths"
 
 CAPACITY, WINDOW_CAPACITY = "capacity", "window_capacity"
@@ -207,8 +209,19 @@ def source_signature(config: TransformerConfig, dtype: DType = "float32") -> Sig
     """Inputs and outputs of the encoder's graph of an encoder-decoder.
 
     `input_ids` int64 [batch, source]; `lengths` int32 [batch], the real tokens of each row, which come first; outputs
-    as the decoder's inputs of these names, unspecified beyond a row's length.
+    as the decoder's inputs of these names, unspecified beyond a row's length. Of recordings `input_features` float32
+    [batch, mel bands, frames] alone, all frames real.
     """
+    audio = None if config.encoder is None else config.encoder.audio
+    if config.encoder is not None and audio is not None:
+        positions = config.encoder.max_positions
+        shape = ("batch", audio.mel_bins, num_frames(positions))
+        whole = [
+            dataclasses.replace(spec, shape=(spec.shape[0], spec.shape[1], positions, spec.shape[3]))
+            for spec in source_specs(config, dtype)
+        ]
+        features = TensorSpec(name=INPUT_FEATURES, dtype="float32", shape=shape)
+        return Signature(inputs=(features,), outputs=tuple(whole))
     ids = TensorSpec(name=INPUT_IDS, dtype="int64", shape=("batch", "source"))
     lengths = TensorSpec(name=LENGTHS, dtype="int32", shape=("batch",))
     return Signature(inputs=(ids, lengths), outputs=tuple(source_specs(config, dtype)))

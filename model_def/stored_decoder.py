@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphport.model_def.checkpoint_record import account_for_tensors, stored_name
+from graphport.model_def.checkpoint_record import CheckpointError, account_for_tensors, stored_name
 from graphport.model_def.config import AttentionConfig, FeedForwardConfig, TransformerConfig
 from graphport.model_def.decoder_tensors import DecoderTensors, Layout
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.expert_tensors import EXPERTS, ExpertTensors
+from graphport.model_def.microscaled_parts import MicroscaledPart
 from graphport.model_def.safetensors_files import WeightFiles, check_dtypes
-from graphport.model_def.stored_parts import StackedPart, StoredPart, needed_shapes
+from graphport.model_def.stored_parts import Part, StackedPart, StoredPart, needed_shapes
 from graphport.model_def.transformer import parameter_shapes
 
 # buffers that old versions of transformers saved; computed from the config here
@@ -55,7 +56,7 @@ class StoredDecoder:
         """The name of the head's tensor, whether it is there or not."""
         return f"{self.head}.weight"
 
-    def find(self, where: str, config: TransformerConfig) -> tuple[dict[str, StoredPart | StackedPart], list[str]]:
+    def find(self, where: str, config: TransformerConfig) -> tuple[dict[str, Part], list[str]]:
         """Where each parameter of `config` is in the files, and notes on what is ignored and converted.
 
         Raises CheckpointError for what is missing, extra or of the wrong shape. A tied head that is stored beside its
@@ -68,13 +69,23 @@ class StoredDecoder:
             parts["embedding.weight"] = StoredPart(self.head_name)
         needed = needed_shapes(parts, shapes)
         harmless = sorted(name for name in stored if name.endswith(_HARMLESS) and name not in needed)
+        harmless += [name for name in stored if self._is_behind(name, config.num_layers)]
         second_copy = {self.head_name} - needed.keys() if config.head == "tied" else set()
         present = {name: tensor for name, tensor in stored.items() if name not in {*harmless, *second_copy}}
         account_for_tensors(where, found={name: tensor.shape for name, tensor in present.items()}, needed=needed)
-        notes = check_dtypes(Path(where), present)
+        packed = {name for p in parts.values() if isinstance(p, MicroscaledPart) for name in p.shapes((0, 0, 0))}
+        notes = check_dtypes(Path(where), {name: tensor for name, tensor in present.items() if name not in packed})
+        if foreign := sorted(name for name in packed if stored[name].dtype != "U8"):
+            raise CheckpointError(f"{where}: blocks of 4 bits must be bytes (U8), which {', '.join(foreign)} are not")
         return parts, [*notes, f"ignored tensors: {', '.join(harmless)}"] if harmless else notes
 
-    def _place(self, name: str, config: TransformerConfig) -> StoredPart | StackedPart:
+    def _is_behind(self, name: str, num_layers: int) -> bool:
+        """Whether the tensor belongs to a layer behind the last, which predicts further tokens (DeepSeek-V3)."""
+        rest = name.removeprefix(f"{self.prefix}{self.tensors.blocks}.")
+        number = rest.partition(".")[0]
+        return self.tensors.has_layers_behind and rest != name and number.isdecimal() and int(number) >= num_layers
+
+    def _place(self, name: str, config: TransformerConfig) -> Part:
         """Where the parameter `name` is; experts have names of their own, and so have norms with a number a head."""
         if f".{EXPERTS}" not in name:
             part = self._part(name, config)
@@ -95,10 +106,12 @@ class StoredDecoder:
         if tensors.experts and name.startswith("blocks."):
             modules = {**modules, **self._experts(int(name.split(".")[1])).modules}
         stored = stored_name(name, outer=outer, blocks=blocks, modules=modules)
-        if name in outer:
+        if name in outer or name.split(".", 2)[2] in modules:
             return StoredPart(stored)
         _, layer, module = name.rpartition(".")[0].split(".", 2)
         block = config.blocks[int(layer)]
+        if module == "attention.latent.query":
+            return StoredPart(stored, _turning_first(block.attention))
         is_matrix = name.endswith("weight") and not module.endswith("norm")
         rows = None
         if list(modules.values()).count(modules[module]) > 1:
@@ -125,6 +138,13 @@ def _qkv_rows(attention: AttentionConfig, layout: Layout) -> dict[str, Tensor]:
     heads = rows.reshape(kv_heads, group + 2, attention.head_dim)
     parts = heads[:, :-2], heads[:, -2], heads[:, -1]
     return {name: part.reshape(-1) for name, part in zip(("query", "key", "value"), parts, strict=True)}
+
+
+def _turning_first(attention: AttentionConfig) -> Tensor:
+    """The rows of queries whose heads have the dimensions that rotate last."""
+    assert attention.rotary is not None
+    heads = torch.arange(attention.num_heads * attention.head_dim).reshape(attention.num_heads, -1)
+    return heads.roll(attention.rotary.rotary_dim(attention.head_dim), dims=1).flatten()
 
 
 def _halves(feed_forward: FeedForwardConfig | None) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphport.model_def.checkpoint_record import Shape
+from graphport.model_def.microscaled_parts import MicroscaledPart
 from graphport.model_def.safetensors_files import WeightFiles
 
 
@@ -43,12 +44,20 @@ class StackedPart(NamedTuple):
         return torch.stack([files.read(name) for name in self.names])
 
 
-def needed_shapes(parts: Mapping[str, StoredPart | StackedPart], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+Part = StoredPart | StackedPart | MicroscaledPart
+
+
+def needed_shapes(parts: Mapping[str, Part], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """The shape of every stored tensor, by its name, from the `shapes` of our parameters that it holds."""
     needed: dict[str, Shape] = {}
     for ours, part in parts.items():
         if isinstance(part, StackedPart):
             needed |= dict.fromkeys(part.names, shapes[ours][1:])
+            continue
+        if isinstance(part, MicroscaledPart):
+            for name, (experts, rows, *rest) in part.shapes(shapes[ours]).items():
+                before = needed[name][1] if name in needed else 0
+                needed[name] = (experts, before + rows, *rest)
             continue
         shape = list(shapes[ours])
         if part.name in needed:

@@ -11,15 +11,23 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.attention import CacheStep, RotaryTables
+from graphport.model_def.attention import CacheStep, RotaryTables, ScoreBias
 from graphport.model_def.block import Block, Source, keep_all
 from graphport.model_def.classifier import Classifier
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.frames import FrameEmbedding
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
-from graphport.model_def.position_config import ConfigError, LearnedPosition, SinusoidalPosition, length_switch
-from graphport.model_def.positions import causal_buckets, relative_buckets, rotary_tables, sinusoidal_table
+from graphport.model_def.position_config import (
+    AlibiBias,
+    ConfigError,
+    LearnedPosition,
+    RelativeBias,
+    SinusoidalPosition,
+    length_switch,
+)
+from graphport.model_def.positions import alibi_table, causal_buckets, relative_buckets, rotary_tables, sinusoidal_table
 
 
 class Transformer(nn.Module):
@@ -30,14 +38,22 @@ class Transformer(nn.Module):
         self.config = config
         width = config.embedding_width or config.hidden_size
         self.patches = PatchEmbedding(config.image, config.hidden_size) if config.image else None
-        if self.patches is None:
-            self.embedding = nn.Embedding(config.vocab_size, width)
+        self.frames: FrameEmbedding | None = None
+        if config.audio is not None:
+            self.frames = FrameEmbedding(config.audio, config.max_positions, config.hidden_size)
+        if self.patches is None and self.frames is None:
+            self.embedding = nn.Embedding(config.vocab_size, config.id_width or width)
+        self.id_projection: nn.Linear | None = None
+        self.head_projection: nn.Linear | None = None
+        if config.id_width is not None:
+            self.id_projection = nn.Linear(config.id_width, config.hidden_size, bias=False)
+            self.head_projection = nn.Linear(config.hidden_size, config.id_width, bias=False)
         self.position: nn.Embedding | None = None
         if isinstance(config.position, LearnedPosition):
             rows = config.position.max_positions + config.position.offset
             self.position = nn.Embedding(rows, width)
         self.relative_bias: nn.Embedding | None = None
-        if config.relative_bias is not None:
+        if isinstance(config.relative_bias, RelativeBias):
             self.relative_bias = nn.Embedding(config.relative_bias.num_buckets, config.blocks[0].attention.num_heads)
         self.token_type = nn.Embedding(config.token_types, width) if config.token_types else None
         self.embedding_norm = Norm(config.embedding_norm, width) if config.embedding_norm else None
@@ -65,7 +81,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
-        Of an image encoder, pixels float [B, C, h, w] to hidden states. Otherwise:
+        Of an image encoder, pixels float [B, C, h, w] to hidden states; of recordings, features float [B, M, F].
+        Otherwise:
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
         `token_types` int64 [B, S], all 0 by default; `source`: what `encode` gives, for a decoder that reads one.
@@ -75,8 +92,14 @@ class Transformer(nn.Module):
         return self.read_out(states)
 
     def encode(self, input_ids: Tensor, lengths: Tensor | None = None) -> Source:
-        """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them."""
+        """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them.
+
+        Of an encoder of recordings, features float [B, M, F].
+        """
         assert self.encoder is not None
+        if self.encoder.frames is not None:
+            hidden = self.encoder(input_ids)
+            return Source(hidden, torch.full((hidden.shape[0],), hidden.shape[1], dtype=torch.int32))
         if lengths is None:
             lengths = torch.full((input_ids.shape[0],), input_ids.shape[1])
         padding = torch.arange(input_ids.shape[1]) < lengths[:, None]
@@ -92,8 +115,8 @@ class Transformer(nn.Module):
         source: Source | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
-        if self.patches is not None:
-            x = self.embed_image(input_ids)
+        if self.patches is not None or self.frames is not None:
+            x = self.embed_image(input_ids) if self.frames is None else self.frames(input_ids)
             for block in self.layers:
                 x = block(x)
             return x
@@ -109,18 +132,29 @@ class Transformer(nn.Module):
 
     def text_bias(self, length: int) -> Tensor | None:
         """What a text's `length` adds to every layer's scores; None where the config has no relative bias."""
-        if self.config.relative_bias is None:
+        bias = self.config.relative_bias
+        if bias is None:
             return None
+        if isinstance(bias, AlibiBias) and bias.rounded:
+            return self.distance_bias(length).T[None, :, None]
         if self.config.is_causal:
             distance = (torch.arange(length)[:, None] - torch.arange(length)).clamp(min=0)
             return self.distance_bias(length)[distance].permute(2, 0, 1)[None]
-        return self.position_bias(relative_buckets(self.config.relative_bias, length), length)
+        assert isinstance(bias, RelativeBias)
+        return self.position_bias(relative_buckets(bias, length), length)
 
     def distance_bias(self, length: int) -> Tensor:
-        """What is added to the scores of keys 0 .. length - 1 positions before the query [length, N]."""
+        """What is added to the scores of keys 0 .. length - 1 positions before the query [length, N].
+
+        Of rounded ALiBi, to those of keys at these positions.
+        """
+        bias = self.config.relative_bias
+        if isinstance(bias, AlibiBias):
+            attention = self.config.blocks[0].attention
+            return alibi_table(bias, attention.num_heads, length, scale=attention.softmax_scale)
         assert self.relative_bias is not None
-        assert self.config.relative_bias is not None
-        biases: Tensor = self.relative_bias(causal_buckets(self.config.relative_bias, length))
+        assert bias is not None
+        biases: Tensor = self.relative_bias(causal_buckets(bias, length))
         return biases
 
     @property
@@ -134,6 +168,8 @@ class Transformer(nn.Module):
         Token types are added last: that sum and the norm after it are one kernel.
         """
         x = self.embedding(input_ids)
+        if self.id_projection is not None:
+            x = self.id_projection(x)
         if self.config.embedding_scale != 1.0:
             # the factor is rounded to the weights' precision, as the checkpoints were trained
             x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
@@ -169,6 +205,8 @@ class Transformer(nn.Module):
         """The residual stream [..., W] to logits [..., V], or to hidden states without a head."""
         if self.final_norm is not None:
             x = self.final_norm(x)
+        if self.head_projection is not None:
+            x = self.head_projection(x)
         return x if self.head is None else self.head(x, self.embedding.weight)
 
     def rotary_tables(self, num_positions: int, total_length: int) -> list[RotaryTables | None]:
@@ -194,7 +232,9 @@ class Head(nn.Module):
         super().__init__()
         self.logit_scale, self.logit_softcap = config.logit_scale, config.logit_softcap
         is_tied = config.head == "tied"
-        self.weight = None if is_tied else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.weight = (
+            None if is_tied else nn.Parameter(torch.empty(config.vocab_size, config.id_width or config.hidden_size))
+        )
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
         if self.weight is not None:
             nn.init.normal_(self.weight, std=config.hidden_size**-0.5)
@@ -221,9 +261,11 @@ class CachedDecoder(nn.Module):
         check_can_decode(model.config, max_length)
         self.model = model
         self.max_length = max_length
-        if model.config.relative_bias is not None:
+        if isinstance(model.config.relative_bias, RelativeBias):
             buckets = causal_buckets(model.config.relative_bias, max_length)
             self.register_buffer("buckets", buckets, persistent=False)
+        elif model.config.relative_bias is not None:
+            self.register_buffer("alibi", model.distance_bias(max_length), persistent=False)
         for layer, tables in enumerate(model.rotary_tables(max_length, max_length)):
             if tables is not None:
                 self.register_buffer(f"cos_{layer}", tables.cos, persistent=False)
@@ -250,7 +292,7 @@ class CachedDecoder(nn.Module):
         x = self.model.embed(input_ids, positions)
         present: list[Tensor] = []
         num_caches = 2 * self.model.config.num_layers
-        bias = self._distance_bias()
+        bias = self._score_bias()
         for layer, block in enumerate(self.model.layers):
             pair = past[2 * layer], past[2 * layer + 1]
             attended, *caches = block.attention.step(block.before_attention(x), *pair, step, self._tables(layer), bias)
@@ -267,12 +309,14 @@ class CachedDecoder(nn.Module):
             x = block.after_attention(x, attended)
         return self.model.read_out(x).to(torch.float32), *present
 
-    def _distance_bias(self) -> Tensor | None:
-        """What distances add to the scores [max_length, N], where the config has a relative bias."""
+    def _score_bias(self) -> ScoreBias | None:
+        """What distances or positions add to the scores, where the config has a relative bias."""
+        bias = self.model.config.relative_bias
+        if isinstance(bias, AlibiBias):
+            return ScoreBias(self.get_buffer("alibi"), by_key=bias.rounded)
         if self.model.relative_bias is None:
             return None
-        biases: Tensor = self.model.relative_bias(self.get_buffer("buckets"))
-        return biases
+        return ScoreBias(self.model.relative_bias(self.get_buffer("buckets")), by_key=False)
 
     def _tables(self, layer: int) -> RotaryTables | None:
         if self.model.config.blocks[layer].attention.rotary is None:

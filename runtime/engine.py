@@ -135,14 +135,25 @@ class Engine:
         try:
             self.cache.reserve(self.scheduler.num_slots_needed, self.scheduler.room_needed)
             slot = self.scheduler.slot_of_prompt(group)
-            if group.first.source_ids is not None:
-                self.session.encode(self.cache, slot, group.first.source_ids)
+            if group.first.source is not None:
+                self.session.encode(self.cache, slot, group.first.source)
+            if group.first.languages:
+                self._hear_language(group, slot)
             self.reuse.restore(group.first, slot)
         except Exception as error:  # whatever it is, its owner raises it; the other sequences go on
             self._fail(list(group.sequences), error)
             return False
         group.has_begun = True
         return True
+
+    def _hear_language(self, group: PromptGroup, slot: int) -> None:
+        """Let a step after the prompt's first id choose its second, the likeliest language, for all samples."""
+        first = group.first
+        logits = self._run([first], first.prompt_ids[np.newaxis, :1], first_slot=slot).row(0).full()
+        language = max(first.languages, key=lambda token_id: float(logits[token_id]))
+        self.cache.rewind(slot, 0)
+        for sequence in group.sequences:
+            sequence.name_language(language)
 
     def _next_chunk(self, group: PromptGroup) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
         """Ids [S] of the part of a prompt that runs next, and which of them [R] are asked for logits.

@@ -22,8 +22,8 @@ class GenerationOutput:
     `prompt_logprobs` has a Sample for each prompt id but the first, for which it has None, if
     SamplingParams.prompt_logprobs asked for it; of several samples, the first output has it. `others` are samples 1 to
     n-1 of the same prompt (SamplingParams.n). `state`: of all ids that have run, which the last one has not, where it
-    was asked for (`keep_state`) and anything ran. `source_token_ids`: what the encoder of an encoder-decoder read; its
-    prompt is what its decoder's text begins with. `score`: of beam search, by which the samples are in order.
+    was asked for (`keep_state`) and anything ran. `source_token_ids`: what the encoder of an encoder-decoder read, of
+    text; its prompt is what its decoder's text begins with. `score`: of beam search, by which the samples are in order.
     """
 
     text: str
@@ -74,6 +74,6 @@ def _record(sequence: Sequence, model: ModelIdentity) -> GenerationOutput:
         logprobs=None if sequence.params.logprobs is None else tuple(sequence.samples),
         prompt_logprobs=None if sequence.first_row is None else (None, *sequence.prompt_samples),
         state=kept_state(sequence, model),
-        source_token_ids=sequence.source_ids,
+        source_token_ids=sequence.source if isinstance(sequence.source, tuple) else None,
         score=sequence.score if isinstance(sequence, BeamSequence) else None,
     )

@@ -12,22 +12,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import Manifest
+from graphport.runtime.audio_features import Features
 from graphport.runtime.beam_search import BeamSearch
 from graphport.runtime.beam_sequences import BeamGroup, BeamSequence
 from graphport.runtime.constraints import Grammars
 from graphport.runtime.field_error import FieldError
 from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.prompts import checked_prompt_ids
+from graphport.runtime.recordings import Recording
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestOptions
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence import ScoringSequence, Sequence, StreamEvent
 from graphport.runtime.sequence_state import ModelIdentity, SequenceState
-from graphport.runtime.source_prompts import SourcePrompt, SourcePrompts
+from graphport.runtime.source_prompts import SourcePrompt, SourcePrompts, need_forced, rules_of
 from graphport.runtime.speculation import Speculation
+from graphport.runtime.speech_prompts import SpeechPrompts
 from graphport.runtime.tokenizer import Tokenizer
 
-Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]]
+Prompt = str | abc.Sequence[int] | NDArray[np.integer[Any]] | Recording | Features
 
 
 class Intake:
@@ -96,7 +99,9 @@ class Intake:
         own_ends = () if params.ignore_eos else self._manifest.generation.eos_token_ids
         new = self._max_length if params.max_new_tokens is None else params.max_new_tokens
         max_total = min(self._max_length, len(ids) + new)
-        forced = None if source is None else self._sources.rules(source, params, most=max_total - len(ids))
+        forced = None
+        if source is not None:
+            forced = rules_of(source, need_forced(self._manifest), params, most=max_total - len(ids))
         bad_ids = self._bad_ids(params.bad_words)
         constraint = None if self._grammars is None else self._grammars.constraint(params)
         drafts = self._new_speculation if options.speculate and params.num_beams == 1 else None
@@ -121,13 +126,14 @@ class Intake:
                 bad_ids=bad_ids,
                 constraint=None if constraint is None else constraint.copy(),
                 forced=forced,
-                source_ids=None if source is None else source.source_ids,
+                source=None if source is None else source.source,
+                languages=() if source is None else source.languages,
             )
             for index in range(max(params.n, params.num_beams))
         ]
         if params.num_beams > 1:
             most, vocab_size = max_total - len(ids), self._vocab_size
-            prompt_ids = np.array(ids, np.int64)
+            prompt_ids = sequences[0].prompt_ids
             BeamGroup(
                 [sequence for sequence in sequences if isinstance(sequence, BeamSequence)],
                 self._search(params, frozenset(own_ends), most),
@@ -161,28 +167,27 @@ class Intake:
                 )
 
     @functools.cached_property
-    def _sources(self) -> SourcePrompts:
+    def _sources(self) -> SourcePrompts | SpeechPrompts:
         """Raises ValueError when the bundle does not say how a text begins."""
-        return SourcePrompts(self._manifest)
+        encoder = self._manifest.config.encoder
+        hears = encoder is not None and encoder.audio is not None
+        return SpeechPrompts(self._manifest) if hears else SourcePrompts(self._manifest)
 
     def _source(self, prompt: Prompt, options: RequestOptions, name: str) -> SourcePrompt | None:
         """The prompt as an encoder-decoder takes it, None where it is a decoder's own."""
         if not self._reads_source:
-            for option in ("language", "source_language"):
+            for option in ("language", "source_language", "task", "timestamps"):
                 if getattr(options, option) is not None:
-                    raise ValueError(f"{option} is for models that translate, and this one continues its prompt")
+                    raise ValueError(f"{option} is for models that read a source, and this one continues its prompt")
             return None
         if options.state is not None or options.keep_state:
             raise ValueError("state and keep_state are for decoders: rows of an encoder-decoder belong to one source")
+        sources = self._sources
+        if isinstance(sources, SpeechPrompts):
+            return sources.prompt(prompt, options, name)
         is_text = isinstance(prompt, str)
         ids = self.need_tokenizer("a str prompt").encode(str(prompt)) if is_text else prompt
-        return self._sources.prompt(
-            ids,
-            name,
-            is_empty=is_text and not str(prompt).strip(),
-            language=options.language,
-            source_language=options.source_language,
-        )
+        return sources.prompt(ids, options, name, is_empty=is_text and not str(prompt).strip())
 
     def scoring(
         self,

@@ -54,6 +54,11 @@ class LogitEdits:
         self._forced = forced
         self._generated: list[int] = []
 
+    def add_prompt(self, token_id: int) -> None:
+        """Remember an id of the prompt that was not known at the beginning."""
+        if self._history is not None:
+            self._history.add_prompt(token_id)
+
     def add_generated(self, token_id: int) -> None:
         """Remember an id that was chosen."""
         self._generated.append(token_id)
@@ -96,11 +101,14 @@ class _History:
         self._seen[: len(distinct)] = distinct
         self._num_seen = len(distinct)
 
-    def add_generated(self, token_id: int) -> None:
+    def add_prompt(self, token_id: int) -> None:
         if not self._is_seen[token_id]:
             self._is_seen[token_id] = True
             self._seen[self._num_seen] = token_id
             self._num_seen += 1
+
+    def add_generated(self, token_id: int) -> None:
+        self.add_prompt(token_id)
         if self._counts[token_id] == 0:
             self._generated[self._num_generated] = token_id
             self._num_generated += 1

@@ -202,6 +202,8 @@ def _layer_elements(hidden: int, block: BlockConfig) -> int:
     attention = block.attention
     qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
     mixed = attention.num_heads * attention.head_dim
+    if attention.latent is not None:  # keys and values of all heads are put together, and heads narrowed behind them
+        qkv, mixed = 2 * qkv, 2 * mixed
     dense = 0 if block.dense is None else (4 if block.dense.gated else 2) * block.dense.width
     return 6 * hidden + 2 * qkv + mixed + dense + _expert_elements(hidden, block)
 
@@ -223,7 +225,7 @@ def _attention_bytes(sizes: ModelSizes, attention: AttentionConfig, limits: RunL
     if not sizes.fused_attention:
         return 3 * scores + limits.max_batch * expanded
     if sizes.device == "cpu":
-        is_blockwise = sizes.float_type == "float32" and attention.softcap is None
+        is_blockwise = sizes.float_type == "float32" and attention.softcap is None and not attention.sinks
         return 0 if is_blockwise else scores
     if not attention.causal:  # the unfused kernel's scores, where no other takes the head size
         return scores

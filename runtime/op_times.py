@@ -55,9 +55,11 @@ class OpTime:
 def measure_ops(bundle: BundleFiles, *, threads: int | None = None) -> tuple[OpTime, ...]:
     """Times on the CPU of single tokens over a cache of up to 64, of an encoder those of one text or image.
 
-    Raises ValueError for caches that NumPy has not.
+    Raises ValueError for caches that NumPy has not, and for an encoder-decoder.
     """
     manifest = bundle.manifest
+    if bundle.encoder is not None:
+        raise ValueError(f"{bundle.folder} is an encoder-decoder, of which no times are taken; leave --times out")
     if manifest.kind == "decoder" and manifest.cache_dtype not in _NUMPY_TYPES:
         raise ValueError(
             f"times are taken on the CPU, which has no caches of {manifest.cache_dtype}; leave --times out"

@@ -21,6 +21,8 @@ class RequestArguments(TypedDict, total=False):
     speculate: bool
     language: str | None
     source_language: str | None
+    task: str | None
+    timestamps: bool | None
 
 
 _LONGEST_TIMEOUT = 1e9  # seconds, 31 years
@@ -35,7 +37,8 @@ class RequestOptions:
     what it has. state: rows that need not be computed again, as far as its ids and the prompt's are the same.
     keep_state: whether the output has a state (in `generate`). speculate: whether drafts are checked, if the model was
     loaded with a source of drafts. language, source_language: codes of the languages to translate to and from, of a
-    model that has such. Raises TypeError and ValueError by name.
+    model that has such. task: transcribe or translate, and timestamps: whether times are marked in the text, of a model
+    that hears; by default what the checkpoint says. Raises TypeError and ValueError by name.
     """
 
     priority: int = 0
@@ -45,6 +48,8 @@ class RequestOptions:
     speculate: bool = True
     language: str | None = None
     source_language: str | None = None
+    task: str | None = None
+    timestamps: bool | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
@@ -53,10 +58,16 @@ class RequestOptions:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False; got {value!r}")
-        for name in ("language", "source_language"):
+        for name, what in (
+            ("language", "a language's code"),
+            ("source_language", "a language's code"),
+            ("task", "a name"),
+        ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise TypeError(f"{name} must be None or a language's code; got {value!r}")
+                raise TypeError(f"{name} must be None or {what}; got {value!r}")
+        if self.timestamps is not None and not isinstance(self.timestamps, bool):
+            raise TypeError(f"timestamps must be None, True or False; got {self.timestamps!r}")
         if self.timeout is None:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):

@@ -84,6 +84,11 @@ class Sampler:
         self._edits = new_edits(params, prompt, vocab_size=vocab_size, bad_ids=bad_ids, forced=forced)
         self._constraint = constraint
 
+    def note_prompt(self, token_id: int) -> None:
+        """Count an id among those of the prompt, which had another in its place."""
+        if self._edits is not None:
+            self._edits.add_prompt(token_id)
+
     @property
     def is_complete(self) -> bool:
         """Whether nothing may follow what was chosen, because of the constraint."""

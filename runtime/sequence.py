@@ -54,8 +54,9 @@ class Sequence:
     `priority`: the lower runs first. `deadline`: when it ends as cancelled, in seconds of the engine's clock.
     `state`: rows of a beginning of the prompt. `keeps_state`: whether `kept_rows` are asked for, those of all ids that
     have run; `prompt_rows` are those of the prompt alone, where only these are used again. `speculation`: guesses how
-    it goes on. `bad_ids`, `constraint`, `forced`: see Sampler. `source_ids`: what an encoder reads of it. `keeps_rows`:
-    whether the slot holds rows of its ids when it ends.
+    it goes on. `bad_ids`, `constraint`, `forced`: see Sampler. `source`: what an encoder reads of it, ids or features.
+    `languages`: ids of which one is still to stand as the prompt's second. `keeps_rows`: whether the slot holds rows of
+    its ids when it ends.
     """
 
     first_row: int | None = None
@@ -81,9 +82,11 @@ class Sequence:
         bad_ids: Many[tuple[int, ...]] = (),
         constraint: Constraint | None = None,
         forced: ForcedIds | None = None,
-        source_ids: tuple[int, ...] | None = None,
+        source: tuple[int, ...] | NDArray[np.float32] | None = None,
+        languages: tuple[int, ...] = (),
     ) -> None:
-        self.source_ids = source_ids
+        self.source = source
+        self.languages = languages
         self.prompt_ids = np.array(prompt_ids, np.int64)
         self.params = params
         self.token_ids: list[int] = []
@@ -136,6 +139,12 @@ class Sequence:
             self._emit(StreamEvent(text="", token_id=None, logprob=None, finish_reason="length", index=self.index))
         elif is_last:
             self.accept(outputs, outputs.num_rows - 1)
+
+    def name_language(self, token_id: int) -> None:
+        """Put the language that was heard where the prompt left it open."""
+        self.prompt_ids[1] = token_id
+        self.languages = ()
+        self._sampler.note_prompt(token_id)
 
     def draft(self) -> list[int]:
         """Ids that may come next, to be checked with the next step; often none.

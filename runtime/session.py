@@ -179,11 +179,11 @@ class Session:
             source=source,
         )
 
-    def encode(self, cache: KVCache, slot: int, ids: Sequence[int]) -> None:
-        """Make `ids` the source of active `slot`: the encoder runs, and its keys and values are kept."""
+    def encode(self, cache: KVCache, slot: int, source: Sequence[int] | NDArray[np.float32]) -> None:
+        """Make ids or features the source of active `slot`: the encoder runs, its keys and values are kept."""
         assert self._encoder is not None
         assert cache.source is not None
-        cache.source.write(slot, self._encoder.run(ids))
+        cache.source.write(slot, self._encoder.run(source))
 
     def _open_encoder(self, bundle: BundleFiles, request: DeviceRequest) -> SourceSession:
         encoder = SourceSession(bundle, request, threads=self.threads)

@@ -1,7 +1,7 @@
 """The encoder's graph of an encoder-decoder: opened and checked, run once a source.
 
-In: a bundle, where its decoder runs, source ids. Out: keys and values of every layer on the host. It keeps nothing (see
-`source_rows.py`).
+In: a bundle, where its decoder runs, ids or features. Out: keys and values of every layer on the host. It keeps nothing
+(see `source_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import INPUT_IDS, LENGTHS
+from graphport.model_def.signature import INPUT_FEATURES, INPUT_IDS, LENGTHS
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_setup import CudaSetup
 from graphport.runtime.device import DeviceRequest
@@ -30,7 +30,11 @@ class SourceSession:
         self.session = opened.session
         self._names = [spec.name for spec in manifest.signature.outputs]
 
-    def run(self, ids: Sequence[int]) -> list[NDArray[np.generic]]:
-        """Keys and values [heads, tokens, head_dim] of layer 0, 1, ... of one source."""
-        feed = {INPUT_IDS: np.array([ids], np.int64), LENGTHS: np.array([len(ids)], np.int32)}
+    def run(self, source: Sequence[int] | NDArray[np.float32]) -> list[NDArray[np.generic]]:
+        """Keys and values [heads, tokens, head_dim] of layer 0, 1, ... of one source, ids or features [M, F]."""
+        feed: dict[str, NDArray[np.generic]] = {}
+        if isinstance(source, np.ndarray):
+            feed = {INPUT_FEATURES: source[np.newaxis]}
+        else:
+            feed = {INPUT_IDS: np.array([source], np.int64), LENGTHS: np.array([len(source)], np.int32)}
         return [rows[0] for rows in self.session.run(self._names, feed)]

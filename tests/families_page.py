@@ -12,7 +12,8 @@ from typing import Any
 import test_export_decoder_families as stages
 import test_export_encoder_decoders as pairs
 import test_model_decoder_families as reading
-from tiny_decoders import DECODERS, Decoder, make_decoder
+from tiny_decoder_values import Decoder
+from tiny_decoders import DECODERS, make_decoder
 from tiny_encoder_decoders import SHAPES, make_encoder_decoder
 from tiny_models import decode_length
 
@@ -24,6 +25,7 @@ from graphport.model_def.encoder_decoder_family import ENCODER_DECODER_FAMILIES
 from graphport.model_def.huggingface_config import DECODER_FAMILIES, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
+from graphport.model_def.position_config import AlibiBias
 
 STAGES: Mapping[str, Callable[..., object]] = {
     "read, eager": reading.test_a_family_equals_transformers_at_every_length,
@@ -53,13 +55,28 @@ A parallel block adds attention and feed-forward to the stream in two sums; the 
 with the norm of the block after it. Where only outputs are normed (OLMo 2), only the last sum is.
 
 Experts become one MoE node a layer, and QMoE in int8 and int4: nearest rounding in blocks of 32, not calibrated. The
-router and the gate of a shared feed-forward stay floats. Experts whose widths are no multiples of 32 stay floats too;
-the report says so, and `--require-fused experts=all` refuses them. On the CPU 8-bit experts round activations to 8 bits
+router and the gate of a shared feed-forward stay floats. Experts whose widths are no multiples of 32 stay floats too,
+and so do those of a GGUF file in `--precision gguf`, exact and larger; the report says so, and `--require-fused
+experts=all` refuses them. On the CPU 8-bit experts round activations to 8 bits
 whatever `--accuracy-level` says. A token near the border of two experts may choose the other one once anything is
-rounded. Files may have a tensor for each expert or transformers 5's one for all.
+rounded. Files may have a tensor for each expert or transformers 5's one for all. Routers that choose among groups, by
+sigmoids or with a correction (DeepSeek) are standard ops in front of that node: they give it scores of which it can
+only choose what they chose.
 
-Refused by name: ALiBi (`falcon` with `alibi`), `word_embed_proj_dim` unlike `hidden_size` (OPT 350M), and any
-key that is not understood. A `model_type`
+Latent attention (DeepSeek) is one GroupQueryAttention a layer over keys and values of every head, as they come out of
+the latent vector; the dimensions that rotate are moved to the front of a head. Values are as wide as keys in the cache,
+with zeros behind them: exact, and as long a cache as multi-head attention of that head size has. DeepSeek-V2-Lite
+caches 2 x 16 x 192 = 6,144 numbers a token and layer where the latent vector and its rotating part are 576; the third
+of the values that is zeros costs a third more products with them. Layers behind the last that predict further tokens
+are left out. Sinks (GPT-OSS) are an input of the same kernel; on the CPU it computes whole rows of scores then. Experts
+in MXFP4, as the hub has GPT-OSS, are widened exactly when they are read.
+
+ALiBi (`falcon` with `alibi`, `bloom`) is a bias of the scores, made on the device from the positions and as large as
+they are: [rows, heads, new tokens, all tokens] a step, one for all layers. GroupQueryAttention takes it on both
+providers, on CUDA in its unfused form and in steps that are not captured. Falcon's is rounded to bfloat16 as
+transformers has it.
+
+Refused by name: any key that is not understood. A `model_type`
 that is not here is refused with the nearest family and the keys that keep the folder from being read as one. longrope
 is decoded up to the original length: keys in the cache would keep the factors of short texts.
 
@@ -147,6 +164,8 @@ def _norms(config: TransformerConfig) -> str:
 def _positions(config: TransformerConfig) -> str:
     if config.position is not None:
         return "learned"
+    if isinstance(config.relative_bias, AlibiBias):
+        return "ALiBi"
     rotaries = [block.attention.rotary for block in config.blocks]
     first = next(rotary for rotary in rotaries if rotary is not None)
     scalings = {

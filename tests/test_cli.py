@@ -27,6 +27,8 @@ CONTRACT = {
     "generate": "BUNDLE PROMPT --chat --debug --device --json --language --length-penalty --max-new-tokens --min-p "
     "--num-beams --raw --repetition-penalty --seed --source-language --stop --temperature --top-k --top-p",
     "chat": "BUNDLE --debug",
+    "transcribe": "BUNDLE FILE --debug --device --json --language --max-new-tokens --no-timestamps --num-beams --task "
+    "--timestamps",
     "prepare": "BUNDLE --debug",
     "tune": "BUNDLE --against --debug --json --max-seconds --new-tokens --prompt-tokens",
     "verify": "BUNDLE --against --debug --device --invariance --json --write",

@@ -5,11 +5,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+import soundfile
 import typer
 from PIL import Image
 from tiny_encoder_decoders import language_tokenizer, make_encoder_decoder
 from tiny_encoders import make_encoder, save_sentence_folder
 from tiny_sources import write_tiny_source
+from tiny_speech import RATE, recording, save_speech_folder
 from tiny_vision import make_vision, save_vision_folder
 
 from graphport.cli import app
@@ -40,12 +42,14 @@ def _blocks() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages name: `model.gguf`, its bundle in `build/model`, encoders in `minilm`, `clip`, `vit`."""
+    """What the pages name: `model.gguf`, its bundle in `build/model`, encoders in `minilm`, `clip`, `vit`, others."""
     folder = tmp_path_factory.mktemp("docs")
     write_tiny_source(folder / "model.gguf", chat_template=TEMPLATE)
     save_sentence_folder(folder / "minilm", make_encoder("bert"))
     make_encoder_decoder("mbart").save_pretrained(folder / "translator")
     language_tokenizer().save(str(folder / "translator/tokenizer.json"))
+    save_speech_folder(folder / "whisper")
+    soundfile.write(folder / "speech.wav", recording(12_000), RATE)
     save_vision_folder(folder / "clip", make_vision("clip"))
     save_vision_folder(folder / "vit", make_vision("vit classifier"))
     Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from parity import assert_parity, assert_same_choice
 from tiny_checkpoints import token_ids
-from tiny_decoders import DECODERS, VOCAB, Decoder, decoder_logits, make_decoder
+from tiny_decoder_values import VOCAB, Decoder
+from tiny_decoders import DECODERS, decoder_logits, make_decoder
 from tiny_models import decode_length
 
 import graphport.export.model_export as export_module
@@ -113,10 +114,11 @@ def test_the_compiled_graph_equals_transformers_however_it_is_fed(staged: Staged
 def test_what_the_config_calls_for_is_fused(staged: Staged) -> None:
     decoder, layers = staged.decoder, staged.config.num_layers
     assert staged.fusions["residual_norm"] == decoder.residual_norm
-    assert staged.fusions["packed_qkv"] == staged.fusions["attention"] == layers
+    assert staged.fusions["attention"] == layers
+    assert staged.fusions["packed_qkv"] == decoder.packed_qkv
     assert staged.fusions["packed_gate_up"] == decoder.gated
     assert staged.fusions["experts"] == decoder.experts
-    assert all(site.startswith(("layer ", "final_norm")) for site in staged.missed), staged.missed
+    assert all(site.startswith(("layer ", "final_norm", "embedding_norm")) for site in staged.missed), staged.missed
 
 
 def test_ragged_batches_decode_as_transformers_recomputes(staged: Staged) -> None:
@@ -132,7 +134,8 @@ def test_ragged_batches_decode_as_transformers_recomputes(staged: Staged) -> Non
 
 
 def test_all_that_computes_lands_on_cuda(staged: Staged, cuda: cuda_stubs.Placer) -> None:
-    placement = cuda.place(staged.half, enable_cuda_graph="1")
+    captured = staged.config.relative_bias is None  # a bias is as wide as the text, which a captured step fixes
+    placement = cuda.place(staged.half, **({"enable_cuda_graph": "1"} if captured else {}))
     assert set(placement.cpu) <= set(SHAPE_OPS)
     assert placement.cuda["GroupQueryAttention"] == staged.config.num_layers
 

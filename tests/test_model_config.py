@@ -223,7 +223,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     ("change", "message"),
     [
         (lambda data: data.update(num_experts=8), "TransformerConfig: .*'num_experts'"),
-        (lambda data: data["blocks"][1]["attention"].update(sinks=True), "AttentionConfig: .*'sinks'"),
+        (lambda data: data["blocks"][1]["attention"].update(sink_tokens=True), "AttentionConfig: .*'sink_tokens'"),
         (lambda data: data.pop("vocab_size"), "TransformerConfig: .*'vocab_size'"),
         (lambda data: data.pop("type"), "unknown record type None; known: LinearScaling, "),
         (lambda data: data["final_norm"].update(type="GroupNorm"), "unknown record type 'GroupNorm'"),

@@ -11,14 +11,23 @@ import torch
 from parity import RELATIVE_TOLERANCES
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json, relative_difference, token_ids
-from tiny_decoders import DECODERS, POSITIONS, make_decoder
+from tiny_decoder_values import POSITIONS
+from tiny_decoders import DECODERS, make_decoder
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import BlockConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.huggingface import read_folder_config
+from graphport.model_def.position_config import AlibiBias
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
+
+ROUTER_FAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_chosen_groups": 1},
+    "deepseek_v2 greedy": {"scaling": 1.0},
+    "deepseek_v3": {"num_chosen_groups": 1},
+    "deepseek_v3 by halves": {"scores": "softmax"},
+}
 
 Folders = Callable[[str], Path]
 
@@ -56,6 +65,11 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
             return dataclasses.replace(block, norm_order=order)
         if name == "qwen2_moe" and isinstance(block.feed_forward, ExpertsConfig):
             return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, normalized=True))
+        if name.startswith("deepseek") and isinstance(block.feed_forward, ExpertsConfig):
+            router = dataclasses.replace(block.feed_forward.router, **ROUTER_FAULTS[name])
+            return dataclasses.replace(block, feed_forward=dataclasses.replace(block.feed_forward, router=router))
+        if name == "falcon with alibi":
+            return dataclasses.replace(block, attention=dataclasses.replace(attention, scale=0.3))
         if name == "granite":
             return dataclasses.replace(block, residual_scale=1.0)
         if name == "cohere":
@@ -76,14 +90,16 @@ def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:
     if name == "gpt2 scaled by layer":
         attention = dataclasses.replace(blocks[1].attention, scale=None)
         blocks = (blocks[0], dataclasses.replace(blocks[1], attention=attention))
-    return dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=blocks))
+    bias = AlibiBias(rounded=True) if name == "bloom" else checkpoint.config.relative_bias
+    config = dataclasses.replace(checkpoint.config, blocks=blocks, relative_bias=bias)
+    return dataclasses.replace(checkpoint, config=config)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("falcon new", "gpt_neox", "gpt_neox serial", "granite", "cohere", "gemma2", "gemma3_text", "smollm3"),
-        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo"),
+        *("gpt2 scaled by layer", "qwen2_moe", "gpt_neo", "falcon with alibi", "bloom", *ROUTER_FAULTS),
     ],
 )
 def test_b25_b44_a_family_read_without_what_is_its_own_is_rejected(name: str, folder: Folders) -> None:
@@ -154,6 +170,13 @@ def test_experts_whose_gate_is_taken_for_up_are_rejected(folder: Folders) -> Non
     assert relative_difference(broken, make_decoder("mixtral"), token_ids(12)) > 100 * TOLERANCE
 
 
+def test_layers_that_predict_further_tokens_are_left_out(folder: Folders, tmp_path: Path) -> None:
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.2.input_layernorm.weight": torch.ones(2)}
+    hub = load_checkpoint(_renamed(folder("deepseek_v3"), tmp_path / "hub", lambda name: name, **extra))
+    assert "ignored tensors: model.layers.2.eh_proj.weight, model.layers.2.input_layernorm.weight" in hub.notes
+    assert hub.config == load_checkpoint(folder("deepseek_v3")).config
+
+
 @pytest.mark.parametrize("head", ["embed_out", "lm_head"])
 def test_the_head_of_gpt_neox_has_either_name(head: str, folder: Folders, tmp_path: Path) -> None:
     def rename(name: str) -> str:
@@ -202,11 +225,12 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("falcon", {"alibi": True}, "not supported for model_type falcon .* alibi = True"),
+        ("falcon", {"alibi": 1}, "alibi must be true or false, got 1"),
+        ("bloom", {"slow_but_exact": True}, "model_type bloom .* slow_but_exact = True"),
         ("falcon new", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3 with new_decoder_architecture True"),
         ("falcon", {"num_attention_heads": 7}, r"hidden_size \(96\) is no multiple of num_attention_heads \(7\)$"),
         ("falcon new", {"num_kv_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
-        ("opt", {"word_embed_proj_dim": 48}, r"word_embed_proj_dim \(48\) differs from hidden_size \(96\)"),
+        ("opt", {"word_embed_proj_dim": 48}, r"missing: model.decoder.project_in.weight"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine = False"),
         ("stablelm", {"qk_layernorm": True}, r"missing: .*self_attn.k_layernorm.norms.0.weight"),
         ("stablelm", {"num_key_value_heads": 4}, r"num_heads \(6\) must be divisible by num_kv_heads \(4\)"),
@@ -241,6 +265,29 @@ def test_gemma3_in_the_old_spelling_has_a_base_and_a_scaling_a_kind_of_layer(fol
         ("qwen3_moe", {"num_experts": 4}, "found num_experts 4, num_local_experts 5"),
         ("qwen3_moe", {"moe_intermediate_size": 24}, r"experts.0.down_proj.weight is \[42, 20\], .* \[42, 24\]"),
         ("qwen3_moe", {"shared_expert_intermediate_size": 28}, "shared_expert_intermediate_size = 28"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not read; known are greedy and group_"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "model_type deepseek_v2 .* norm_topk_prob = True"),
+        ("deepseek_v2", {"n_group": 4}, "6 experts do not lie in 4 equal groups"),
+        ("deepseek_v2", {"topk_group": 4}, "chooses from 4 groups of experts, of which there are 3"),
+        ("deepseek_v2", {"num_key_value_heads": 1}, r"num_kv_heads \(1\) must be num_heads \(3\)"),
+        ("deepseek_v2", {"v_head_dim": 64}, r"value_dim \(64\) is above head_dim \(48\)"),
+        ("deepseek_v2", {"kv_lora_rank": None}, "kv_lora_rank must be a positive integer, got None"),
+        ("deepseek_v2", {"q_lora_rank": None}, r"missing: .*self_attn.q_proj.weight"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "model_type deepseek_v3 .* topk_method = 'greedy'"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "a token runs 5 experts from 2 groups of 2"),
+        ("deepseek_v3", {"routed_scaling_factor": 0}, "scaling of the router must be a positive number, got 0"),
+        (
+            "deepseek_v3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "model_type deepseek_v3 .* quantization_config",
+        ),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config .*'awq'.* known is .* mxfp4",
+        ),
+        ("gpt_oss", {"rope_parameters": None}, "gpt_oss needs rope_scaling or rope_parameters"),
+        ("gpt_oss", {"swiglu_limit": 0}, "limit of the experts must be a positive number, got 0"),
         ("smollm3", {"no_rope_layers": [1]}, r"no_rope_layers must list 2 of 0 and 1; got \[1\]"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be a positive"),
         (

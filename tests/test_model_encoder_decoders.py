@@ -8,12 +8,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity import RELATIVE_TOLERANCES, assert_parity
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import edit_json
-from tiny_encoder_decoders import END, SHAPES, START, make_encoder_decoder, source_ids, teacher_logits
+from tiny_encoder_decoders import (
+    END,
+    POSITIONS,
+    SHAPES,
+    START,
+    example_sources,
+    make_encoder_decoder,
+    source_ids,
+    source_input,
+    teacher_logits,
+)
 
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import (
@@ -29,7 +40,9 @@ from graphport.model_def.positions import causal_buckets, sinusoidal_table
 from graphport.model_def.source_encoder import SourceEncoder
 from graphport.model_def.transformer import CachedDecoder, Transformer
 
-SOURCE, IDS = source_ids(11), [START, *source_ids(20, seed=1)]
+IDS = [START, *source_ids(20, seed=1)]
+
+Read = tuple[Any, Checkpoint, Path]
 
 
 @pytest.fixture(scope="module", params=tuple(SHAPES))
@@ -46,39 +59,57 @@ def loaded(checkpoint: Checkpoint) -> Transformer:
     return model
 
 
+def sources_of(reference: Any) -> list[Any]:
+    """Two sources, of different lengths where they have lengths."""
+    return example_sources(reference.config.model_type, (11, 30))
+
+
+def encoded(model: Transformer, source: Any) -> Any:
+    (found,) = source_input(source).values()
+    return model.encode(found)
+
+
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
 @torch.inference_mode()
-def test_eager_logits_equal_transformers(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_eager_logits_equal_transformers(read: Read) -> None:
     reference, checkpoint, _ = read
-    model, expected = loaded(checkpoint), teacher_logits(reference, SOURCE, IDS)
-    found = model(torch.tensor([IDS]), source=model.encode(torch.tensor([SOURCE])))[0]
+    source, other_source = sources_of(reference)
+    model, expected = loaded(checkpoint), teacher_logits(reference, source, IDS)
+    found = model(torch.tensor([IDS]), source=encoded(model, source))[0]
     assert relative(found, expected) < RELATIVE_TOLERANCES["checkpoint", "float32"]
-    other = model(torch.tensor([IDS]), source=model.encode(torch.tensor([SOURCE[::-1]])))[0]
+    other = model(torch.tensor([IDS]), source=encoded(model, other_source))[0]
     assert relative(other, expected) > 100 * RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 
 @torch.inference_mode()
-def test_b125_padding_of_a_source_changes_nothing(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_b125_padding_and_neighbours_of_a_source_change_nothing(read: Read) -> None:
     reference, checkpoint, _ = read
-    model = loaded(checkpoint)
-    padded, lengths = torch.full((2, 30), 5), torch.tensor([len(SOURCE), 30])
-    padded[0, : len(SOURCE)] = torch.tensor(SOURCE)
-    found = model(torch.tensor([IDS, IDS]), source=model.encode(padded, lengths))[0]
-    assert relative(found, teacher_logits(reference, SOURCE, IDS)) < RELATIVE_TOLERANCES["checkpoint", "float32"]
+    model, (source, other) = loaded(checkpoint), sources_of(reference)
+    if reference.config.model_type == "whisper":
+        read_source = model.encode(torch.from_numpy(np.stack([source, other])))
+    else:
+        padded, lengths = torch.full((2, 30), 5), torch.tensor([len(source), 30])
+        padded[0, : len(source)] = torch.tensor(source)
+        read_source = model.encode(padded, lengths)
+    found = model(torch.tensor([IDS, IDS]), source=read_source)[0]
+    assert relative(found, teacher_logits(reference, source, IDS)) < RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 
 @torch.inference_mode()
-def test_b126_decoding_with_a_cache_equals_recomputing(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_b126_decoding_with_a_cache_equals_recomputing(read: Read) -> None:
     reference, checkpoint, _ = read
     model, config, capacity = loaded(checkpoint), checkpoint.config, 32
     decoder, encoder = CachedDecoder(model, max_length=capacity), SourceEncoder(model)
-    source = [
-        torch.tensor([len(SOURCE)], dtype=torch.int32),
-        *encoder(torch.tensor([[*SOURCE, 7, 7]]), torch.tensor([len(SOURCE)], dtype=torch.int32)),
-    ]
+    given = sources_of(reference)[0]
+    if reference.config.model_type == "whisper":
+        pairs, length = encoder(torch.from_numpy(given)[None]), POSITIONS
+    else:
+        length = len(given)
+        pairs = encoder(torch.tensor([[*given, 7, 7]]), torch.tensor([length], dtype=torch.int32))
+    source = [torch.tensor([length], dtype=torch.int32), *pairs]
     past = [
         torch.full((1, block.attention.num_kv_heads, capacity, block.attention.head_dim), torch.nan)
         for block in config.blocks
@@ -95,19 +126,19 @@ def test_b126_decoding_with_a_cache_equals_recomputing(read: tuple[Any, Checkpoi
             *source,
         )
         rows.append(logits)
-    assert_parity(torch.cat(rows), teacher_logits(reference, SOURCE, IDS), "cached")
+    assert_parity(torch.cat(rows), teacher_logits(reference, given, IDS), "cached")
 
 
-def test_the_configuration_survives_its_json(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_the_configuration_survives_its_json(read: Read) -> None:
     config = read[1].config
     assert TransformerConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_the_generation_config_says_how_a_text_begins_and_ends(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_the_generation_config_says_how_a_text_begins_and_ends(read: Read) -> None:
     forced = read[1].generation.forced
     assert forced is not None
     assert forced.start == (START,)
-    assert forced.last == (None if read[0].config.model_type == "t5" else END)
+    assert forced.last == (None if read[0].config.model_type in ("t5", "whisper") else END)
 
 
 def test_an_unknown_key_and_a_block_of_another_order_are_refused_by_name(tmp_path: Path) -> None:
@@ -168,7 +199,7 @@ def test_a_stored_table_of_sines_is_checked(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
-def test_causal_buckets_equal_transformers(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_causal_buckets_equal_transformers(read: Read) -> None:
     bias = read[1].config.relative_bias
     if bias is None:
         assert read[0].config.model_type != "t5"
@@ -227,14 +258,14 @@ def test_the_original_transformer_equals_that_of_torch() -> None:
     def embedded(stack: Transformer, ids: list[int]) -> torch.Tensor:
         return stack.embedding(torch.tensor([ids])) * 24**0.5 + sinusoidal_table(len(ids), 24)
 
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(len(IDS))
-    states = reference(embedded(model.encoder, SOURCE), embedded(model, IDS), tgt_mask=mask)[0]
+    source, mask = source_ids(11), torch.nn.Transformer.generate_square_subsequent_mask(len(IDS))
+    states = reference(embedded(model.encoder, source), embedded(model, IDS), tgt_mask=mask)[0]
     expected = states @ model.embedding.weight.T
-    found = model(torch.tensor([IDS]), source=model.encode(torch.tensor([SOURCE])))[0]
+    found = model(torch.tensor([IDS]), source=model.encode(torch.tensor([source])))[0]
     assert relative(found, expected) < RELATIVE_TOLERANCES["checkpoint", "float32"]
 
 
-def test_cross_attention_without_an_encoder_is_no_config(read: tuple[Any, Checkpoint, Path]) -> None:
+def test_cross_attention_without_an_encoder_is_no_config(read: Read) -> None:
     fields = read[1].config.to_dict()
     with pytest.raises(ConfigError, match="blocks have cross_attention"):
         TransformerConfig.from_dict({**fields, "encoder": None})

@@ -150,14 +150,16 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda _writer: None,
 ) -> Path:
-    """Write `model` as llama.cpp's converter does: gguf's names, q and k of a llama permuted, 1 + the norms of a gemma.
+    """Write `model` as llama.cpp's converter does: gguf's names, q and k of llamas permuted, 1 + the norms of gemmas.
 
     Matrices become `kind` (or what it says for a name of `model`'s), vectors stay F32; `model`'s own weights are set to
     what the blocks decode to, so that its logits are the reference. Types that gguf-py does not quantise to get random
     blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
-    architecture = config.model_type.removesuffix("_text")
+    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
+        config.model_type, config.model_type.removesuffix("_text")
+    )
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -169,12 +171,12 @@ def write_gguf(
             values = parameter.numpy().copy()
             rows = np.arange(len(values))
             module = name.split(".")[-2]
-            if config.model_type == "llama" and module in heads:
+            if architecture in ("llama", "granite", "smollm3") and module in heads:
                 rows = converter_rows(heads[module], head_dim)
             tensor_kind = gguf.GGMLQuantizationType.F32
-            if values.ndim == 2:
+            if values.ndim >= 2:
                 tensor_kind = kind(name) if callable(kind) else kind
-            added = np.float32(architecture == "gemma3" and "norm" in name)
+            added = np.float32(architecture.startswith("gemma") and "norm" in name)
             blocks = _blocks(values[rows] + added, tensor_kind)
             decoded = dequantize(blocks, tensor_kind).astype(np.float32).reshape(values.shape) - added
             parameter[torch.from_numpy(rows)] = torch.from_numpy(decoded)

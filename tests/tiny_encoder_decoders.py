@@ -7,7 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     BartConfig,
@@ -18,6 +20,8 @@ from transformers import (
     MBartForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 VOCAB = 67
@@ -53,12 +57,37 @@ _T5: dict[str, Any] = {
     "pad_token_id": PAD,
     "eos_token_id": END,
 }
+# a second of sound, and ids for all that stands before a text
+MEL_BINS, POSITIONS = 80, 50
+SPOKEN = {"en": 61, "de": 62, "fr": 63}
+TASKS = {"translate": 64, "transcribe": 65}
+NO_TIMESTAMPS = 66
+_WHISPER: dict[str, Any] = {
+    **{key: value for key, value in _SIZES.items() if key not in ("max_position_embeddings", "forced_eos_token_id")},
+    "vocab_size": 80,  # 13 marks of time
+    "num_mel_bins": MEL_BINS,
+    "max_source_positions": POSITIONS,
+    "max_target_positions": 64,
+    "begin_suppress_tokens": [END, 7],
+}
+SPEECH: dict[str, Any] = {
+    "is_multilingual": True,
+    "lang_to_id": {f"<|{code}|>": id_ for code, id_ in SPOKEN.items()},
+    "task_to_id": TASKS,
+    "no_timestamps_token_id": NO_TIMESTAMPS,
+    "max_initial_timestamp_index": 5,
+    "return_timestamps": False,
+    "suppress_tokens": [9, 11, START, 61, 62, 63, 64, 65],
+    "begin_suppress_tokens": [END, 7],
+    "max_length": 64,
+}
 
 SHAPES: Mapping[str, tuple[type, type, dict[str, Any]]] = {
     "bart": (BartConfig, BartForConditionalGeneration, _SIZES),
     "mbart": (MBartConfig, MBartForConditionalGeneration, _SIZES),
     "marian": (MarianConfig, MarianMTModel, {**_SIZES, "activation_function": "swish"}),
     "t5": (T5Config, T5ForConditionalGeneration, _T5),
+    "whisper": (WhisperConfig, WhisperForConditionalGeneration, _WHISPER),
     "marian, two vocabularies": (
         MarianConfig,
         MarianMTModel,
@@ -71,7 +100,7 @@ SHAPES: Mapping[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 # one shape a family, taken through every stage
-FAMILIES = ("bart", "mbart", "marian", "t5")  # in the order of the table
+FAMILIES = ("bart", "mbart", "marian", "t5", "whisper")  # in the order of the table
 
 
 def make_encoder_decoder(name: str, seed: int = 0) -> Any:
@@ -83,6 +112,9 @@ def make_encoder_decoder(name: str, seed: int = 0) -> Any:
             parameter.data = _drawn(parameter_name, parameter)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias = torch.randn_like(model.final_logits_bias) * 0.1
+    if name == "whisper":
+        for key, value in SPEECH.items():
+            setattr(model.generation_config, key, value)
     return model
 
 
@@ -92,6 +124,8 @@ def _drawn(name: str, parameter: torch.Tensor) -> torch.Tensor:
         return 0.1 * noise + (1.0 if "norm" in name and name.endswith("weight") else 0.0)
     if "relative_attention_bias" in name:
         return 5.0 * noise
+    if parameter.dim() == 3:  # a convolution
+        return noise * 1.5 / math.sqrt(parameter.shape[1] * 3)
     sharp = ("q_proj", "k_proj")  # T5 divides no scores: its attention is sharp as it is
     if name.endswith(("shared.weight", "embed_tokens.weight")):
         return noise * 0.15  # else a tied head repeats what it has just read, whatever the source
@@ -102,12 +136,31 @@ def _drawn(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return noise * scale / math.sqrt(parameter.shape[-1])
 
 
-def teacher_logits(model: Any, source: list[int], ids: list[int]) -> torch.Tensor:
-    """Logits [S, V] of transformers over the decoder's `ids` at once."""
+def teacher_logits(model: Any, source: Any, ids: list[int]) -> torch.Tensor:
+    """Logits [S, V] of transformers over the decoder's `ids` at once; `source` are ids, or features [M, F]."""
     with torch.inference_mode():
-        found = model(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([ids]), use_cache=False)
+        found = model(**source_input(source), decoder_input_ids=torch.tensor([ids]), use_cache=False)
     logits: torch.Tensor = found.logits[0]
     return logits
+
+
+def source_input(source: Any) -> dict[str, torch.Tensor]:
+    """A source as transformers takes it."""
+    if isinstance(source, np.ndarray):
+        return {"input_features": torch.from_numpy(source)[None]}
+    return {"input_ids": torch.tensor([source])}
+
+
+def example_sources(name: str, lengths: tuple[int, ...]) -> list[Any]:
+    """Ids of these lengths, or as many features [M, F] for a model that hears."""
+    if not name.startswith("whisper"):
+        return [source_ids(length) for length in lengths]
+    return [features(seed) for seed in range(len(lengths))]
+
+
+def features(seed: int) -> NDArray[np.float32]:
+    """Random log-mel features [M, F]."""
+    return np.random.default_rng(seed).uniform(-1, 1, (MEL_BINS, 2 * POSITIONS)).astype(np.float32)
 
 
 def source_ids(length: int, *, seed: int = 0) -> list[int]:

@@ -31,6 +31,7 @@ from graphport.cli_plan import plan
 from graphport.cli_prepare import prepare
 from graphport.cli_run import bench, chat, generate
 from graphport.cli_serve import serve
+from graphport.cli_transcribe import transcribe
 from graphport.cli_tune import tune
 from graphport.cli_verify import verify
 
@@ -43,6 +44,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {  # in the order of `--help`
     "export": export,
     "generate": generate,
     "chat": chat,
+    "transcribe": transcribe,
     "prepare": prepare,
     "tune": tune,
     "verify": verify,

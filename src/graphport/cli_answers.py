@@ -7,6 +7,7 @@ It neither parses arguments nor prints; torch-free, and it imports the runtime f
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,12 +36,22 @@ class Answer:
         return asdict(self)
 
 
+def hears(lm: "LanguageModel") -> bool:
+    """Whether the model takes recordings."""
+    if lm.manifest.kind != "encoder_decoder":
+        return False
+    encoder = lm.manifest.config.encoder
+    return encoder is not None and encoder.audio is not None
+
+
 def prompt_of(lm: "LanguageModel", text: str, *, chat: bool | None) -> str | list[int]:
     """Token ids of `text`, through the chat template unless `chat` is False; None means "if there is one".
 
     What an encoder-decoder reads is the text itself. Raises ValueError when `chat` is True and the bundle has no
-    template, and when it has no tokenizer at all.
+    template, when it has no tokenizer at all, and for a model that hears.
     """
+    if hears(lm):
+        raise ValueError("this model hears, and reads no text; use `graphport transcribe BUNDLE FILE`")
     tokenizer = _need_tokenizer(lm)
     if lm.manifest.kind == "encoder_decoder" and not chat:
         return text
@@ -53,7 +64,7 @@ def prompt_of(lm: "LanguageModel", text: str, *, chat: bool | None) -> str | lis
 
 def answer(
     lm: "LanguageModel",
-    prompt: str | list[int],
+    prompt: str | list[int] | Path,
     sampling: "SamplingParams",
     *,
     write: Callable[[str], None] | None,
@@ -87,7 +98,7 @@ def answer(
 
 def search(
     lm: "LanguageModel",
-    prompt: str | list[int],
+    prompt: str | list[int] | Path,
     sampling: "SamplingParams",
     *,
     write: Callable[[str], None] | None,
@@ -108,7 +119,10 @@ def search(
     )
 
 
-def _count(lm: "LanguageModel", prompt: str | list[int]) -> int:
+def _count(lm: "LanguageModel", prompt: str | list[int] | Path) -> int:
+    """Tokens that the model reads; of a recording, the frames that its encoder gives."""
+    if isinstance(prompt, Path):
+        return 0 if lm.manifest.config.encoder is None else lm.manifest.config.encoder.max_positions
     return len(_need_tokenizer(lm).encode(prompt) if isinstance(prompt, str) else prompt)
 
 

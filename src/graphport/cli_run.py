@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from graphport import cli_tables
-from graphport.cli_answers import answer, chat_turns, prompt_of, search, timing_line
+from graphport.cli_answers import answer, chat_turns, hears, prompt_of, search, timing_line
 from graphport.cli_options import BundlePath, Debug, Json
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def bench(
     from graphport.runtime.benchmark import check_fits, measure_speed
 
     lm = load_language_model(bundle, max_batch=max(batches))
+    if hears(lm):
+        raise ValueError(f"bench gives random ids, and {bundle} hears; time `graphport transcribe` on a recording")
     longest = lm.max_length - new_tokens
     if lengths is None:
         lengths = [length for length in _BENCH_LENGTHS if length <= longest] or [max(longest, 1)]
