@@ -17,10 +17,12 @@ from graphport.export.bundle import write_graph
 from graphport.export.calibrate_cache import cache_scales, round_rows
 from graphport.export.graph_pass import CacheScales, CompilePlan
 from graphport.export.graph_runner import GraphRunner
+from graphport.export.guilty_pass import guilty_pass
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.plain_tokenizer import plain_tokenizer
 from graphport.export.targets import CPU
+from graphport.export.traced_models import TracedGraph
 from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.decoder_runs import NUM_IDS, num_reaching, text_length
@@ -82,26 +84,46 @@ def certify_stages(
     *,
     folder: Path,
     observe: Callable[[str], None],
-    trace: Callable[[str, Path, CompilePlan], None] | None = None,
+    trace: Callable[[TracedGraph, CompilePlan], None] | None = None,
 ) -> tuple[Check, ...]:
     """Check the exported graph and its fp32 compilation against eager; writes and removes both beside `folder`.
 
     A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
-    `trace` is shown the compilation while it is there.
+    `trace` is shown the compilation while it is open.
     """
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the exported graph")
         checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the fused graph")
-        checks += _check_fused(exported, plan, ids, reference, folder=Path(name))
+        graph = _open_fused(exported, plan, folder=Path(name))
+        checks += _check_fused(graph, plan, ids, reference)
         if trace is not None:
-            trace(FUSED_NAME, Path(name), plan)
+            trace(graph, plan)
+    checks = _blamed(checks, exported, plan, ids, reference, beside=folder.parent)
     if not plan.precision.keeps_blocks:
         return checks
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
         observe("parity of the kept blocks")
         return checks + _check_blocks(exported, plan, ids, reference, folder=Path(name))
+
+
+def _blamed(
+    checks: tuple[Check, ...],
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    beside: Path,
+) -> tuple[Check, ...]:
+    """The checks; where the passes made the first that fails, it says which of them."""
+    failed = next((index for index, one in enumerate(checks) if not one.passed), 0)
+    if failed == 0:  # none, or the graph before all passes
+        return checks
+    guilty = guilty_pass(exported, _in_fp32(plan), ids, reference, beside=beside)
+    first = dataclasses.replace(checks[failed], detail=f"{checks[failed].detail}; {guilty}")
+    return (*checks[:failed], first, *checks[failed + 1 :])
 
 
 def _check_exported(
@@ -116,15 +138,21 @@ def _check_exported(
     return (check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)),)
 
 
+def _open_fused(exported: ir.Model, plan: CompilePlan, *, folder: Path) -> TracedGraph:
+    graph = exported.clone()
+    compile_graph(graph, _in_fp32(plan))
+    write_graph(graph, folder)
+    return TracedGraph(FUSED_NAME, folder, plan.config, capacity=1, provider=CPU.provider, plain=True)
+
+
 def _check_fused(
-    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+    graph: TracedGraph, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32]
 ) -> tuple[Check, ...]:
-    runner = _fused_twin(exported, plan, folder)
     ids = ids[: num_reaching(plan.config, NUM_FUSED_IDS)]
     some = ids[:NUM_CHUNKED_IDS]
-    whole = compare(reference[: len(ids)], runner.logits(ids))
+    whole = compare(reference[: len(ids)], graph.logits(ids))
     sizes = pieces(len(some))
-    chunked = compare(reference[: len(some)], runner.logits(some, chunks=sizes))
+    chunked = compare(reference[: len(some)], graph.logits(some, chunks=sizes))
     what = f"{len(some)} tokens in {len(sizes)} chunks and steps"
     return (
         check("compiled", "max_abs", f"{len(ids)} tokens at once", whole),
@@ -146,9 +174,12 @@ def _check_blocks(
 
 def _fused_twin(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool = False) -> GraphRunner:
     """The graph with the plan's fusions in float32 with a float cache, written to `folder`, on the CPU."""
+    return _compiled(exported, _in_fp32(plan), folder, optimize=optimize)
+
+
+def _in_fp32(plan: CompilePlan) -> CompilePlan:
     precision = CPU.precision("fp32")
-    twin = dataclasses.replace(plan, target=CPU, precision=precision, cache=None, accuracy_level=None, matrices={})
-    return _compiled(exported, twin, folder, optimize=optimize)
+    return dataclasses.replace(plan, target=CPU, precision=precision, cache=None, accuracy_level=None, matrices={})
 
 
 def _compiled(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool) -> GraphRunner:

@@ -4,6 +4,7 @@ In: the eager module, graphs. Out: checks, reference rows, what the graph that s
 The comparisons themselves are `certify.py`'s and `played_runs.py`'s.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,11 @@ from numpy.typing import NDArray
 from graphport.export.cached_graph import CachedGraph
 from graphport.export.certify import certify_cache, certify_stages, check_shipped, eager_logits, parity_ids, text_origin
 from graphport.export.graph_pass import CompilePlan
+from graphport.export.guilty_pass import guilty_level
 from graphport.export.layer_errors import LayerErrors
 from graphport.export.parity import TOLERANCES
+from graphport.export.targets import CPU
+from graphport.export.traced_models import TracedGraph
 from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs, TextInputs
@@ -30,6 +34,9 @@ from graphport.model_def.transformer import Transformer
 
 _SAME_KERNELS = Limit(against="shipped", figure="rms", tolerance=TOLERANCES["repeated", "rms"], where="same kernels")
 _OTHER_KERNELS = Limit(against="shipped", figure="kl", tolerance=TOLERANCES["repeated", "kl"])
+
+
+SHIPPED_NAME = "the graph that ships"
 
 
 class DecoderEvidence:
@@ -90,8 +97,7 @@ class DecoderEvidence:
     ) -> tuple[Check, ...]:
         """See the function of this name."""
         observe("running eager PyTorch")
-        trace = functools.partial(self._layers.measure, plain=True)
-        ids = self.inputs.ids
+        ids, trace = self.inputs.ids, self._layers.measure
         return certify_stages(exported, plan, ids, self._logits, folder=folder, observe=observe, trace=trace)
 
     def certify_cache(
@@ -123,5 +129,15 @@ class DecoderEvidence:
             observe=lambda run: observe(f"parity of the bundle: {run}"),
         )
         observe("errors by layer")
-        self._layers.measure("the graph that ships", folder, plan)
+        whole = [self._blamed(one, plan, folder) for one in whole]
+        graph = TracedGraph(SHIPPED_NAME, folder, self._config, capacity=1, provider=CPU.provider)
+        self._layers.measure(graph, plan)
         return tuple(whole), found
+
+    def _blamed(self, check: Check, plan: CompilePlan, folder: Path) -> Check:
+        """The check; one that failed says at which level of ONNX Runtime's optimiser the graph is beyond tolerance."""
+        if check.passed:
+            return check
+        figure = "max_abs" if plan.precision.weight_bits is None else "kl"
+        level = guilty_level(folder, plan, self.inputs.ids, self._logits, figure=figure, tolerance=check.tolerance)
+        return dataclasses.replace(check, detail=f"{check.detail}; {level}")

@@ -42,7 +42,17 @@ class GraphRunner:
     def __init__(
         self, path: Path, config: TransformerConfig, *, optimize: bool = False, plans_memory: bool = True
     ) -> None:
-        self._session = open_on_cpu(path, optimize=optimize, plans_memory=plans_memory)
+        self._take(open_on_cpu(path, optimize=optimize, plans_memory=plans_memory), config)
+
+    @classmethod
+    def over(cls, session: ort.InferenceSession, config: TransformerConfig) -> "GraphRunner":
+        """A runner over a session that is open already."""
+        runner = cls.__new__(cls)
+        runner._take(session, config)
+        return runner
+
+    def _take(self, session: ort.InferenceSession, config: TransformerConfig) -> None:
+        self._session = session
         layers = range(config.num_layers)
         self._inputs = {node.name: node for node in self._session.get_inputs()}
         self._cache_names = [name for layer in layers for name in (past_key(layer), past_value(layer))]
@@ -108,9 +118,19 @@ def open_on_cpu(path: Path, *, optimize: bool, plans_memory: bool = True) -> ort
     Planning which values may share memory takes ONNX Runtime 1.31 time with the square of the nodes, 20 seconds for the
     10,000 of a portable graph of 30 layers; without `plans_memory` each has its own.
     """
+    options = parity_options(optimize=optimize)
+    options.enable_mem_reuse = plans_memory
+    return ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+
+
+def parity_options(*, optimize: bool) -> ort.SessionOptions:
+    """Options of a session whose numbers are compared and which nobody waits for step by step.
+
+    Threads without work sleep: spinning between steps doubled the CPU time of SmolLM2's (2 threads).
+    """
     options = ort.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
-    options.enable_mem_reuse = plans_memory
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     level = ort.GraphOptimizationLevel
     options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
-    return ort.InferenceSession(str(path.resolve()), options, providers=[CPU.provider])
+    return options

@@ -102,13 +102,14 @@ def compile_graph(model: ir.Model, plan: CompilePlan) -> tuple[PassReport, ...]:
 
     Raises FusionError, naming the sites and the failed checks, when a fusion that the config calls for is missing.
     """
-    reports = tuple(_run_pass(graph_pass, model, plan) for graph_pass in PASSES)
+    reports = tuple(run_pass(graph_pass, model, plan) for graph_pass in PASSES)
     expected = expected_fusions(plan)
     check_fusions(reports, {rule: count for rule, count in expected.items() if rule not in plan.disabled})
     return reports
 
 
-def _run_pass(graph_pass: GraphPass, model: ir.Model, plan: CompilePlan) -> PassReport:
+def run_pass(graph_pass: GraphPass, model: ir.Model, plan: CompilePlan) -> PassReport:
+    """Run one pass on `model` in place, unless the plan disables it."""
     rule = OPTIONAL_PASSES.get(graph_pass)
     return PassReport(rule=rule) if rule is not None and rule in plan.disabled else graph_pass(model, plan)
 

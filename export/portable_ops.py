@@ -26,8 +26,14 @@ def RMSNorm(x: FLOAT, weight: FLOAT, epsilon: float) -> FLOAT:
 
 @script(GRAPHPORT, default_opset=op)
 def Linear(x: FLOAT, weight: FLOAT) -> FLOAT:
-    """X W^T for x [..., W_in] and weight [W_out, W_in], the layout of torch.nn.Linear."""
-    return op.MatMul(x, op.Transpose(weight, perm=[1, 0]))
+    """X W^T for x [..., W_in] and weight [W_out, W_in], the layout of torch.nn.Linear.
+
+    Gemm reads the weight as it lies; a Transpose before a MatMul would be made anew at every run.
+    """
+    rows = op.Reshape(x, op.Concat([-1], op.Shape(weight, start=1), axis=0))
+    product = op.Gemm(rows, weight, transB=1)
+    shape = op.Concat(op.Shape(x, end=-1), op.Shape(weight, end=1), axis=0)
+    return op.Reshape(product, shape, allowzero=1)
 
 
 @script(GRAPHPORT, default_opset=op)

@@ -15,7 +15,7 @@ import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 
-from graphport.export.graph_runner import UNWRITTEN
+from graphport.export.graph_runner import UNWRITTEN, parity_options
 from graphport.export.graph_sites import (
     EMBEDDING,
     FINAL_NORM,
@@ -114,8 +114,8 @@ class TracedEager:
 class TracedGraph:
     """The graph in `folder` with an output added for every site.
 
-    `hidden`: sites that it computes in another form. `plain`: nothing is optimised or packed, for floats and
-    few tokens.
+    `hidden`: sites that it computes in another form. `plain`: nothing is optimised or packed: it opens soon, and no
+    output changes what is computed.
     """
 
     def __init__(
@@ -137,10 +137,8 @@ class TracedGraph:
                 model.graph.outputs.append(value)
         self._outputs = {site: str(value.name) for site, value in found.items() if site not in hidden}
         self.sites = frozenset(self._outputs)
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
+        options = parity_options(optimize=not plain)
         if plain:
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.resolve()))
         self._session = _open(ir.to_proto(model).SerializeToString(), options, provider, name=name)
@@ -148,24 +146,27 @@ class TracedGraph:
         self._past_names = [name for i in layers for name in (past_key(i), past_value(i))]
         self._present_names = [name for i in layers for name in (present_key(i), present_value(i))]
         self._inputs = {node.name: node for node in self._session.get_inputs()}
+        self.restart(capacity)
+
+    def restart(self, capacity: int) -> None:
+        """Forget everything and make room for `capacity` tokens."""
         self._past = self._empty_caches(capacity)
         self._length = 0
+
+    def logits(self, ids: Sequence[int], *, chunks: Sequence[int] = ()) -> NDArray[np.float32]:
+        """Logits [S, V] float32 of a text of its own, `ids` [S], in pieces of these sizes, the rest in one piece."""
+        self.restart(len(ids))
+        pieces, left = [], list(ids)
+        for size in (*chunks, len(ids) - sum(chunks)):
+            piece, left = left[:size], left[size:]
+            if piece:
+                pieces.append(self._run(piece, [self._outputs[LOGITS]])[self._outputs[LOGITS]].astype(np.float32))
+        return np.concatenate(pieces)
 
     def step(self, ids: Sequence[int]) -> Values:
         """See TracedModel."""
         begin, end = self._length, self._length + len(ids)
-        feed: dict[str, Any] = {
-            INPUT_IDS: np.array([ids], np.int64),
-            SEQLENS_K: np.array([end - 1], np.int32),
-            TOTAL_SEQUENCE_LENGTH: np.array(end, np.int32),
-            LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
-            **dict(zip(self._past_names, self._past, strict=True)),
-        }
-        feed |= unmoved_windows(self._inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
-        names = list(dict.fromkeys([*self._present_names, *self._outputs.values()]))
-        got = dict(zip(names, self._session.run(names, feed), strict=True))
-        self._past = [got[name] for name in self._present_names]
-        self._length = end
+        got = self._run(ids, list(self._outputs.values()))
         values: Values = {}
         for site, name in self._outputs.items():
             value = got[name]
@@ -174,12 +175,29 @@ class TracedGraph:
             values[site] = rows.astype(np.float32)
         return values
 
+    def _run(self, ids: Sequence[int], outputs: Sequence[str]) -> dict[str, NDArray[Any]]:
+        """Append `ids` [S]; values of these outputs and of the caches, by name."""
+        end = self._length + len(ids)
+        feed: dict[str, Any] = {
+            INPUT_IDS: np.array([ids], np.int64),
+            SEQLENS_K: np.array([end - 1], np.int32),
+            TOTAL_SEQUENCE_LENGTH: np.array(end, np.int32),
+            LOGITS_ROWS: np.arange(len(ids), dtype=np.int64),
+            **dict(zip(self._past_names, self._past, strict=True)),
+        }
+        feed |= unmoved_windows(self._inputs, feed[SEQLENS_K], feed[TOTAL_SEQUENCE_LENGTH])
+        names = list(dict.fromkeys([*self._present_names, *outputs]))
+        got = dict(zip(names, self._session.run(names, feed), strict=True))
+        self._past = [got[name] for name in self._present_names]
+        self._length = end
+        return got
+
     def _empty_caches(self, capacity: int) -> list[NDArray[Any]]:
         caches = []
         for name in self._past_names:
             _, heads, _, width = self._inputs[name].shape
-            dtype = UNWRITTEN[self._inputs[name].type][0] if self._inputs[name].type in UNWRITTEN else np.float16
-            caches.append(np.zeros((1, heads, capacity, width), dtype))
+            dtype, unwritten = UNWRITTEN.get(self._inputs[name].type, (np.float16, 0.0))
+            caches.append(np.full((1, heads, capacity, width), unwritten, dtype))
         return caches
 
 
