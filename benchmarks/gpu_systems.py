@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from graphport.export import export
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.transformer import Transformer
 from graphport.runtime import LanguageModel, load_language_model

@@ -3,7 +3,8 @@
 `graphport export benchmarks/growth_models.py:width_512 OUT` exports one; its weights are drawn with --seed.
 """
 
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 
 LAYERS, HEAD_DIM, QUERIES_PER_KV_HEAD, VOCAB_SIZE = 6, 64, 4, 4096

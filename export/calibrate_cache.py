@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CacheScales
 from graphport.export.targets import CacheFormat, TargetError
-from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig
+from graphport.model_def.config import TransformerConfig
 
 # Shares of the largest magnitude that are tried as the largest one to hold.
 _SHARES = np.linspace(1.0, 0.3, 36)

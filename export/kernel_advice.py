@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from graphport.export.graph_pass import CompilePlan
-from graphport.model_def.config import AttentionConfig
+from graphport.model_def.block_config import AttentionConfig
 
 
 def kernel_advice(model: ir.Model, plan: CompilePlan) -> tuple[str, ...]:

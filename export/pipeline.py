@@ -25,7 +25,8 @@ from graphport.export.pack_projections import can_pack, pack_gate_up, pack_qkv
 from graphport.export.quantize_cache import quantize_cache
 from graphport.export.smooth_activations import smooth_activations
 from graphport.export.window_caches import window_caches, window_layers
-from graphport.model_def.config import AttentionConfig, BlockConfig, NormOrder, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, NormOrder
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.expert_config import ExpertsConfig
 
 PASSES: tuple[GraphPass, ...] = (

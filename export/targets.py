@@ -7,7 +7,7 @@ In: names from the command line. Out: frozen records. Sources: ONNX Runtime 1.31
 from dataclasses import dataclass
 from typing import Literal
 
-from graphport.model_def.config import AttentionConfig
+from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.signature import DType
 
 WEIGHT_BLOCK = 32  # MatMulNBits block: fast on the CPU, and the CUDA compact GEMM's only size

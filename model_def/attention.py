@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.config import AttentionConfig
+from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.latent_projections import LatentProjections
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import (

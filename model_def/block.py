@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from graphport.model_def.attention import Attention, RotaryTables
-from graphport.model_def.config import BlockConfig, FeedForwardConfig
+from graphport.model_def.block_config import BlockConfig, FeedForwardConfig
 from graphport.model_def.cross_attention import CrossAttention
 from graphport.model_def.experts import Experts
 from graphport.model_def.feed_forward import FeedForward

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphport.model_def.config import NormConfig
+from graphport.model_def.block_config import NormConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import pool
 from graphport.model_def.readout_config import ClassifierConfig, MaskedHeadConfig, Transform

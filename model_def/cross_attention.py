@@ -8,7 +8,7 @@ Shapes: `B` rows, `S` new tokens, `T` source tokens, `W` width, `E` the encoder'
 
 from torch import Tensor, nn
 
-from graphport.model_def.config import AttentionConfig
+from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.ops import cross_attention, split_heads
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from graphport.model_def.block_config import NormConfig, NormOrder
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import NormConfig, NormOrder
 from graphport.model_def.decoder_tensors import LLAMA, DecoderTensors
 from graphport.model_def.huggingface_experts import TRAINING_KEYS, ExpertRule
 from graphport.model_def.huggingface_latent import LATENT_KEYS

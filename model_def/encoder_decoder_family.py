@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from graphport.model_def.config import NormConfig
+from graphport.model_def.block_config import NormConfig
 
 # our names of sizes to the keys; those of the stacks stand for encoder and decoder
 _BART_KEYS: Mapping[str, str] = {

@@ -8,7 +8,7 @@ Shapes: `W` width of the stream, `E` experts, `F` width of an expert.
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.config import FeedForwardConfig
+from graphport.model_def.block_config import FeedForwardConfig
 from graphport.model_def.expert_choice import choose_experts
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.expert_ops import mixture_of_experts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphport.model_def.config import Activation, FeedForwardConfig
+from graphport.model_def.block_config import Activation, FeedForwardConfig
 
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.checkpoint_record import (
     Checkpoint,
     CheckpointError,
@@ -20,7 +21,7 @@ from graphport.model_def.checkpoint_record import (
     first_id,
     stored_name,
 )
-from graphport.model_def.config import AttentionConfig, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.gguf_config import IGNORED_TENSORS, find_architecture, read_gguf_config

@@ -7,16 +7,16 @@ named list, or refused. It reads no weights but the small rotary factor tensors.
 from dataclasses import dataclass
 from typing import Literal
 
-from graphport.model_def.checkpoint_record import CheckpointError, name_known
-from graphport.model_def.config import (
+from graphport.model_def.block_config import (
     Activation,
     AttentionConfig,
     BlockConfig,
     FeedForwardConfig,
     NormConfig,
     NormOrder,
-    TransformerConfig,
 )
+from graphport.model_def.checkpoint_record import CheckpointError, name_known
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.gguf_keys import GgufKeys

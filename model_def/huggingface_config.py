@@ -7,16 +7,9 @@ Every key is read, on the list of keys that do not change the computation, or re
 
 import dataclasses
 
+from graphport.model_def.block_config import Activation, AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
-from graphport.model_def.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    HeadKind,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.decoder_family import DecoderFamily, is_on
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_experts import read_experts

@@ -7,16 +7,9 @@ notes. Every key is read, on the list of keys that do not change the computation
 import dataclasses
 
 from graphport.model_def.audio_config import AudioConfig
+from graphport.model_def.block_config import Activation, AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import (
-    Activation,
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    HeadKind,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily
 from graphport.model_def.huggingface_values import (
     NEUTRAL_VALUES,

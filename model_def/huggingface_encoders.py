@@ -7,14 +7,9 @@ change nothing, or refused by name; shared lists: `huggingface_values.py`, tenso
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.huggingface_values import (
     ENCODER_IGNORED,
     ENCODER_NEUTRAL,

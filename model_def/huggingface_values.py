@@ -7,8 +7,8 @@ In: parsed JSON and a key. Out: a value, or CheckpointError in one line. It know
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from graphport.model_def.block_config import Activation
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import Activation
 
 Values = Mapping[str, Any]  # parsed JSON
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.huggingface_heads import read_labels
 from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.model_def.huggingface_values import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from graphport.model_def.config import AttentionConfig, NormConfig
+from graphport.model_def.block_config import AttentionConfig, NormConfig
 from graphport.model_def.norms import Norm
 
 

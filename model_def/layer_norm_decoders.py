@@ -7,8 +7,8 @@ transformers' configuration and modelling classes have it; the keys are read in 
 import dataclasses
 
 from graphport.model_def import decoder_tensors
+from graphport.model_def.block_config import NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import NormConfig
 from graphport.model_def.decoder_family import DecoderFamily, Flag, Number, keys_of
 from graphport.model_def.huggingface_values import Values, read_flag
 from graphport.model_def.huggingface_windows import WindowRule

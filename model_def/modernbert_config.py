@@ -3,14 +3,9 @@
 In: a parsed config.json. Out: a `TransformerConfig` and notes. Tensors are matched in `encoder_tensors.py`.
 """
 
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint_record import CheckpointError
-from graphport.model_def.config import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.huggingface_values import (
     ENCODER_IGNORED,
     ENCODER_NEUTRAL,

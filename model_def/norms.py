@@ -6,7 +6,7 @@ In: activations [..., W]. Out: the same shape and dtype. The weight is stored as
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.config import NormConfig
+from graphport.model_def.block_config import NormConfig
 from graphport.model_def.ops import rms_norm
 
 

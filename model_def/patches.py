@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from graphport.model_def.block_config import Activation, FeedForwardConfig, NormConfig
 from graphport.model_def.classifier import TRANSFORMS
-from graphport.model_def.config import Activation, FeedForwardConfig, NormConfig
 from graphport.model_def.feed_forward import FeedForward
 from graphport.model_def.image_ops import image_patches, patch_positions, row_lengths
 from graphport.model_def.norms import Norm

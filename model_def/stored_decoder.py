@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graphport.model_def.block_config import AttentionConfig, FeedForwardConfig
 from graphport.model_def.checkpoint_record import CheckpointError, account_for_tensors, stored_name
-from graphport.model_def.config import AttentionConfig, FeedForwardConfig, TransformerConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.decoder_tensors import DecoderTensors, Layout
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.expert_tensors import EXPERTS, ExpertTensors

@@ -12,7 +12,8 @@ import dataclasses
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from graphport.model_def.config import AttentionConfig, BlockConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.signature import DType
 from graphport.runtime.cache_sizes import CacheSizes

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import FileRecord, GenerationDefaults, Manifest, decoder_signature
 
 

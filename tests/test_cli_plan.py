@@ -17,7 +17,8 @@ from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE, read_manifes
 from graphport.runtime import load, plan_report
 
 CONFIG_FILE = """
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 
 def model():

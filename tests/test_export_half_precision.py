@@ -23,7 +23,7 @@ from tiny_graphs import (
 from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import BlockQuantized
 from graphport.export.targets import CPU, CUDA, WEIGHT_BLOCK, Target
-from graphport.model_def.config import NormConfig
+from graphport.model_def.block_config import NormConfig
 from graphport.model_def.transformer import Transformer
 
 # Share of the largest logit. Measured: 0.017 (a head size of 12, attention from its portable body), others 0.006.

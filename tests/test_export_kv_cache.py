@@ -17,7 +17,7 @@ from graphport.export.pipeline import compile_graph, count_fusions
 from graphport.export.targets import CPU, CUDA, FP8_CACHE, INT4_CACHE, INT8_CACHE, CacheFormat, Target, TargetError
 from graphport.export.torch_to_onnx import IR_VERSION as EXPORTED_IR_VERSION
 from graphport.export.torch_to_onnx import OPSET as EXPORTED_OPSET
-from graphport.model_def.config import AttentionConfig
+from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.signature import past_key, present_value
 

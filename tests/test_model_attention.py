@@ -10,7 +10,8 @@ from tiny_models import HIDDEN, attention, block, decoder, tiny_model, token_ids
 from torch import Tensor, nn
 
 from graphport.model_def.attention import Attention
-from graphport.model_def.config import BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.transformer import Transformer
 
 MINUS_INFINITY = float("-inf")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tiny_models import attention, block, decoder, tiny_configs, tiny_encoder_configs
 
-from graphport.model_def.config import FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import (
     ConfigError,
     DynamicScaling,

@@ -14,8 +14,8 @@ from tiny_checkpoints import edit_json, relative_difference, token_ids
 from tiny_decoder_values import POSITIONS
 from tiny_decoders import DECODERS, make_decoder
 
+from graphport.model_def.block_config import BlockConfig
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from graphport.model_def.config import BlockConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.huggingface import read_folder_config
 from graphport.model_def.position_config import AlibiBias

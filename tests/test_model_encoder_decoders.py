@@ -26,15 +26,9 @@ from tiny_encoder_decoders import (
     teacher_logits,
 )
 
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from graphport.model_def.config import (
-    AttentionConfig,
-    BlockConfig,
-    ConfigError,
-    FeedForwardConfig,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.config import ConfigError, TransformerConfig
 from graphport.model_def.position_config import SinusoidalPosition
 from graphport.model_def.positions import causal_buckets, sinusoidal_table
 from graphport.model_def.source_encoder import SourceEncoder

@@ -9,8 +9,8 @@ from parity import RELATIVE_TOLERANCES, assert_parity
 from tiny_checkpoints import relative_difference, token_ids
 from tiny_decoders import make_decoder
 
+from graphport.model_def.block_config import BlockConfig
 from graphport.model_def.checkpoint import load_checkpoint
-from graphport.model_def.config import BlockConfig
 from graphport.model_def.ops import cached_attention
 from graphport.model_def.sink_ops import sink_cached_attention
 

@@ -11,7 +11,7 @@ from parity import assert_parity, assert_same_choice
 from tiny_models import HIDDEN, VOCAB, WIDTH, tiny_configs, tiny_encoder_configs, tiny_model, token_ids
 from torch import Tensor, nn
 
-from graphport.model_def.config import FeedForwardConfig, NormConfig
+from graphport.model_def.block_config import FeedForwardConfig, NormConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.transformer import Transformer, parameter_shapes
 

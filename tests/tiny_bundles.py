@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from graphport.model_def.config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig, TransformerConfig
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import RotaryPosition
 from graphport.model_def.signature import (
     CHAT_TEMPLATE_FILE,

@@ -10,13 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphport.model_def.config import (
-    AttentionConfig,
-    BlockConfig,
-    FeedForwardConfig,
-    NormConfig,
-    TransformerConfig,
-)
+from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
 from graphport.model_def.position_config import (
     DynamicScaling,
