@@ -60,6 +60,7 @@ class Attention(nn.Module):
             self.key = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
             self.value = nn.Linear(hidden_size, kv_width, bias=config.qkv_bias)
         self.output = nn.Linear(config.num_heads * config.value_dim, hidden_size, bias=config.output_bias)
+        self.gate = nn.Linear(hidden_size, config.num_heads * config.value_dim) if config.gate else None
         self.sinks = nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None
         self.query_norm = _head_norm(config, config.num_heads) if config.qk_norm else None
         self.key_norm = _head_norm(config, config.num_kv_heads) if config.qk_norm else None
@@ -87,10 +88,10 @@ class Attention(nn.Module):
         if self.sinks is not None:
             assert visible is not None
             attended = attend_with_sinks(queries, keys, values, self.sinks, visible=visible, scale=scale)
-            return self._read_out(join_heads(attended))
+            return self._read_out(join_heads(attended), x)
         softcap = config.softcap or 0.0
         attended = attend(queries, keys, values, visible=visible, bias=bias, scale=scale, softcap=softcap)
-        return self._read_out(join_heads(attended))
+        return self._read_out(join_heads(attended), x)
 
     def step(
         self,
@@ -111,13 +112,13 @@ class Attention(nn.Module):
             heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
             caches = (past_key, past_value, *step)
             attended, *present = biased_cached_attention(query, key, value, *caches, bias.table, *heads, bias.by_key)
-            return self._read_out(attended), *present
+            return self._read_out(attended, x), *present
         if self.sinks is not None:
             assert tables is not None
             heads = (config.num_heads, config.num_kv_heads, config.softmax_scale)
             inputs = (query, key, value, past_key, past_value, *step, *tables, self.sinks)
             attended, *present = sink_cached_attention(*inputs, *heads, config.window or -1, self._is_interleaved())
-            return self._read_out(attended), *present
+            return self._read_out(attended, x), *present
         attended, present_key, present_value = cached_attention(
             query,
             key,
@@ -135,12 +136,12 @@ class Attention(nn.Module):
             config.window or -1,
             self._is_interleaved(),
         )
-        return self._read_out(attended), present_key, present_value
+        return self._read_out(attended, x), present_key, present_value
 
     def encode(self, x: Tensor, lengths: Tensor, tables: RotaryTables | None, bias: Tensor | None) -> Tensor:
         """Attention within padded texts x [B, S, W] of `lengths` int32 [B]; returns [B, S, W].
 
-        `bias` float [1, 1 or N, S, S] is added to the scores; it carries the window too.
+        `bias` float [1 or B, 1 or N, S, S] is added to the scores; it carries the window too.
         """
         config = self.config
         attended = padded_attention(
@@ -156,11 +157,15 @@ class Attention(nn.Module):
             self._is_interleaved(),
             config.causal,
         )
-        return self._read_out(attended)
+        return self._read_out(attended, x)
 
-    def _read_out(self, attended: Tensor) -> Tensor:
-        """The heads joined [B, S, N*H] to activations [B, S, W]."""
-        output: Tensor = self.output(attended if self.latent is None else self.latent.narrow(attended))
+    def _read_out(self, attended: Tensor, x: Tensor) -> Tensor:
+        """The heads joined [B, S, N*H], gated by what attention read, to activations [B, S, W]."""
+        if self.latent is not None:
+            attended = self.latent.narrow(attended)
+        if self.gate is not None:
+            attended = attended * torch.sigmoid(self.gate(x))  # (Jumper et al. 2021, algorithm 7, lines 4 and 6)
+        output: Tensor = self.output(attended)
         return output
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,8 @@ class AttentionConfig:
     `window` w lets position i see (i-w, i], and without causality (i-w, i+w). `qk_norm_over`: each head is normed by
     itself, with one weight for all or one each (Cohere), or all heads of a token at once (OLMo 2). With `latent` the
     projections go by way of small vectors, and values have heads of their own size (DeepSeek). `sinks`: each query head
-    has a score of its own beside those of keys, which takes weight and gives nothing (GPT-OSS).
+    has a score of its own beside those of keys, which takes weight and gives nothing (GPT-OSS). `gate`: heads, joined,
+    are multiplied by sigmoid(gate(x)), x what attention reads, before the output projection (AlphaFold).
     """
 
     num_heads: int
@@ -66,6 +67,7 @@ class AttentionConfig:
     rotary: RotaryPosition | None = None
     latent: LatentConfig | None = None
     sinks: bool = False
+    gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):

@@ -12,6 +12,7 @@ from graphport.model_def.audio_config import AudioConfig
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
 from graphport.model_def.latent_config import LatentConfig
+from graphport.model_def.pair_config import PairConfig
 from graphport.model_def.position_config import (
     AlibiBias,
     ConfigError,
@@ -52,7 +53,8 @@ class TransformerConfig:
     added; another narrows the stream for the head (OPT 350M). `pooling`, `classifier` and `masked_head` are an
     encoder's; one of them at most. With `image` the stack reads patches of images in place of ids, with `audio` frames
     of sound, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
-    cross-attention reads: this stack is the decoder of an encoder-decoder.
+    cross-attention reads: this stack is the decoder of an encoder-decoder. `pair`: every layer of an encoder adds a
+    projection of a representation of pairs of tokens to its scores.
     """
 
     vocab_size: int
@@ -76,6 +78,7 @@ class TransformerConfig:
     masked_head: MaskedHeadConfig | None = None
     image: ImageConfig | None = None
     audio: AudioConfig | None = None
+    pair: PairConfig | None = None
     encoder: "TransformerConfig | None" = None
 
     def __post_init__(self) -> None:
@@ -140,6 +143,11 @@ class TransformerConfig:
             raise ConfigError(
                 f"a masked head scores by the embeddings of {self.embedding_width or self.hidden_size} channels, its "
                 f"width is {self.masked_head.width}"
+            )
+
+        if self.pair is not None and (self.is_causal or not self.vocab_size):
+            raise ConfigError(
+                "pairs of tokens are of bidirectional encoders of ids; these blocks are causal or read no ids"
             )
 
     def _check_source(self) -> None:
@@ -229,6 +237,7 @@ _RECORDS = {
         PreprocessingConfig,
         ImageConfig,
         AudioConfig,
+        PairConfig,
         TransformerConfig,
     )
 }

@@ -45,7 +45,7 @@ class Encoder(nn.Module):
         length = input_ids.shape[1]
         token_types = others[0] if others and self.model.config.token_types > 1 else None
         x = self.model.embed(input_ids, arange(length), token_types)
-        biases = self._biases(length)
+        biases = self.model.with_pairs(x, self._biases(length))
         for layer, block in enumerate(self.model.layers):
             attended = block.attention.encode(block.before_attention(x), lengths, self._tables(layer), biases[layer])
             x = block.after_attention(x, attended)

@@ -211,7 +211,7 @@ def padded_attention(
     """Attention within rows of different lengths, bidirectional unless `causal`.
 
     query [B, S, N*H]; key, value [B, S, K*H]; lengths int32 [B], a row's real tokens, which come first; cos, sin
-    [P, D/2] or None, for positions 0 .. S-1; bias float, broadcasts to [B, N, S, S] from [1, 1 or N, S, S], is added to
+    [P, D/2] or None, for positions 0 .. S-1; bias float, broadcasts to [B, N, S, S], is added to
     the scores after the cap. softcap 0 is off. `causal`: position i sees 0 .. i. Returns the heads joined [B, S, N*H].
     Keys and values beyond a row's length reach nothing, whatever they hold; the output there is finite and otherwise
     unspecified.

@@ -18,6 +18,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.frames import FrameEmbedding
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
+from graphport.model_def.pairs import PairBias, PairEmbedding
 from graphport.model_def.patches import ImageReadout, PatchEmbedding
 from graphport.model_def.pooling import Pooling
 from graphport.model_def.position_config import (
@@ -61,6 +62,11 @@ class Transformer(nn.Module):
         self.embedding_projection = nn.Linear(width, config.hidden_size) if config.embedding_width else None
         source_size = 0 if config.encoder is None else config.encoder.hidden_size
         self.blocks = nn.ModuleList(Block(block, config.hidden_size, source_size) for block in config.blocks)
+        self.pair: PairEmbedding | None = None
+        if config.pair is not None:
+            self.pair = PairEmbedding(config.pair, config.hidden_size)
+            heads = [block.attention.num_heads for block in config.blocks]
+            self.pair_biases = nn.ModuleList(PairBias(config.pair, count) for count in heads)
         self.encoder = None if config.encoder is None else Transformer(config.encoder)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
         self.pooling = Pooling(config.pooling, config.hidden_size) if config.pooling else None
@@ -132,9 +138,18 @@ class Transformer(nn.Module):
         relative = self.text_bias(length)
         if relative is not None:
             bias = relative if bias is None else bias + relative
-        for block, tables in zip(self.layers, self.rotary_tables(length, length), strict=True):
-            x = block(x, tables=tables, padding=padding, bias=bias, source=source)
+        biases = self.with_pairs(x, [bias] * self.config.num_layers)
+        for block, tables, own in zip(self.layers, self.rotary_tables(length, length), biases, strict=True):
+            x = block(x, tables=tables, padding=padding, bias=own, source=source)
         return x
+
+    def with_pairs(self, x: Tensor, biases: list[Tensor | None]) -> list[Tensor | None]:
+        """What is added to the scores of each layer, with what it takes from the pairs of embedded tokens [B, S, W]."""
+        if self.pair is None:
+            return biases
+        pairs = self.pair(x)
+        own = [pair_bias(pairs) for pair_bias in self.pair_biases]
+        return [add if bias is None else bias + add for bias, add in zip(biases, own, strict=True)]
 
     def text_bias(self, length: int) -> Tensor | None:
         """What a text's `length` adds to every layer's scores; None where the config has no relative bias."""

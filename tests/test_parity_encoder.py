@@ -141,7 +141,12 @@ def test_b63_a_mask_of_any_shape_gives_what_its_tokens_give_packed_to_the_left(k
 def test_int8_equals_eager_with_the_weights_that_it_holds(staged: Staged, tmp_path: Path) -> None:
     found = staged.compiled(tmp_path / "int8", EXACT, "int8", optimize=True).states(staged.rows)
     rounded = copy.deepcopy(staged.model)
-    tables = ("position.weight", "token_type.weight", "relative_bias.weight")  # looked up by Gather, in float32
+    tables = (
+        "position.weight",
+        "token_type.weight",
+        "relative_bias.weight",
+        "pair.distance.weight",
+    )  # looked up by Gather, in float32
     state = {
         name: torch.from_numpy(quantize_blocks(tensor.numpy(), 8).dequantize())
         if tensor.ndim == 2 and name not in tables

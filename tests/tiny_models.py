@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.norms import Norm
+from graphport.model_def.pair_config import PairConfig
 from graphport.model_def.position_config import (
     DynamicScaling,
     FrequencyFactors,
@@ -114,6 +115,10 @@ def tiny_encoder_configs() -> dict[str, TransformerConfig]:
             relative_bias=RelativeBias(num_buckets=8, max_distance=20),
         ),
         "encoder_windows": _modern_encoder(),
+        "encoder_pairs": encoder(
+            attention(causal=False, num_kv_heads=HEADS, rotary=None, gate=True),
+            pair=PairConfig(width=10, max_distance=3),
+        ),
         "encoder_classifier": encoder(
             both_ways, position=learned, classifier=ClassifierConfig(labels=("a", "b", "c"), transform="tanh")
         ),
@@ -203,6 +208,7 @@ def _attention_kinds() -> dict[str, TransformerConfig]:
         "softcap": {"softcap": 5.0},
         "softcap_window": {"softcap": 5.0, "window": 4},
         "own_scale": {"scale": 0.11},
+        "gate": {"gate": True},
         "qkv_bias": {"qkv_bias": True},
         "all_biases": {"qkv_bias": True, "output_bias": True},
     }
