@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from graphport.model_def.modulation import seeded_conditioning
 from graphport.model_def.norms import Norm
 from graphport.model_def.transformer import Transformer
 
@@ -80,7 +81,8 @@ def _watch(
     handles = [module.register_forward_hook(hook(name)) for name, module in watched]
     try:
         with torch.inference_mode():
-            states = model(x, source=None if source is None else model.encode(source))
+            conditioning = seeded_conditioning(model.config, x)
+            states = model(x, source=None if source is None else model.encode(source), conditioning=conditioning)
             if model.image_readout is not None:
                 model.image_readout(states)
     finally:

@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_runner import open_on_cpu
 from graphport.model_def.certified_inputs import Row
+from graphport.model_def.seeded_conditions import seeded_conditions
 from graphport.model_def.signature import (
+    CONDITIONING,
     EMBEDDINGS,
     HIDDEN_STATES,
     INPUT_IDS,
@@ -39,7 +41,7 @@ class EncoderRunner:
 
     def __init__(self, path: Path, *, optimize: bool = False) -> None:
         self._session = open_on_cpu(path, optimize=optimize)
-        self._inputs = {node.name for node in self._session.get_inputs()}
+        self._inputs = {node.name: node for node in self._session.get_inputs()}
         self._outputs = [node.name for node in self._session.get_outputs()]
 
     def states(self, rows: Sequence[Row], *, pad_id: int = 0, length: int = 0) -> States:
@@ -72,9 +74,14 @@ class EncoderRunner:
     def _feed(self, rows: Sequence[Row], *, pad_id: int, length: int) -> dict[str, NDArray[Any]]:
         lengths = np.array([len(row.ids) for row in rows], np.int32)
         shape = (len(rows), max(length, *lengths.tolist()))
-        feed = {INPUT_IDS: np.full(shape, pad_id, np.int64), TOKEN_TYPE_IDS: np.zeros(shape, np.int64)}
+        feed: dict[str, NDArray[Any]] = {
+            INPUT_IDS: np.full(shape, pad_id, np.int64),
+            TOKEN_TYPE_IDS: np.zeros(shape, np.int64),
+        }
         for index, row in enumerate(rows):
             feed[INPUT_IDS][index, : len(row.ids)] = row.ids
             feed[TOKEN_TYPE_IDS][index, : len(row.ids)] = row.types
+        if CONDITIONING in self._inputs:
+            feed[CONDITIONING] = seeded_conditions([row.ids for row in rows], self._inputs[CONDITIONING].shape[1])
         feed[LOGITS_ROWS] = np.arange(feed[INPUT_IDS].size)
         return {name: array for name, array in feed.items() if name in self._inputs} | {LENGTHS: lengths}

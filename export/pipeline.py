@@ -132,7 +132,8 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
         "residual_norm": _count_normed_sums(plan.config),
         "packed_qkv": sum(can_pack(plan, names) for names in attentions),
         "packed_gate_up": sum(can_pack(plan, names) for names in feed_forwards),
-        "silu": sum(block.dense is not None and block.dense.activation in ("silu", "quick_gelu") for block in blocks),
+        "silu": sum(block.dense is not None and block.dense.activation in ("silu", "quick_gelu") for block in blocks)
+        + plan.config.conditioned,  # one of the conditioning, which all projections read
         "attention": sum(_attention_limit(plan, block.attention) is None for block in blocks)
         + sum(block.cross_attention is not None for block in blocks),
         "window_cache": len(window_layers(plan)),

@@ -14,6 +14,7 @@ from graphport.export.encoder_runner import EncoderRunner, States
 from graphport.model_def.certified_inputs import Inputs, Row, RowInputs
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder_runs import text_runs
+from graphport.model_def.modulation import seeded_conditioning
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.played_runs import Evidence, References, play_runs
 from graphport.model_def.transformer import Transformer
@@ -98,7 +99,7 @@ def eager_states(model: Transformer, rows: Sequence[Row]) -> States:
         for row in rows:
             types = torch.tensor([list(row.types)]) if model.config.token_types > 1 else None
             ids = torch.tensor([list(row.ids)])
-            states = model(ids, token_types=types)
+            states = model(ids, token_types=types, conditioning=seeded_conditioning(model.config, ids))
             hidden.append(states[0].numpy())
             if model.pooling is not None:
                 read_out.append(model.pooling(states, ids, torch.tensor([len(row.ids)], dtype=torch.int32))[0].numpy())

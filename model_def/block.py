@@ -16,6 +16,7 @@ from graphport.model_def.block_config import BlockConfig, FeedForwardConfig
 from graphport.model_def.cross_attention import CrossAttention
 from graphport.model_def.experts import Experts
 from graphport.model_def.feed_forward import FeedForward
+from graphport.model_def.modulation import BlockModulation
 from graphport.model_def.norms import Norm
 
 
@@ -63,11 +64,13 @@ class Block(nn.Module):
         padding: Tensor | None = None,
         bias: Tensor | None = None,
         source: Source | None = None,
+        modulation: BlockModulation | None = None,
     ) -> Tensor:
         """The residual stream [B, S, W] of whole texts after this block; see `Attention.forward`."""
-        attended = self.attention(self.before_attention(x), tables=tables, padding=padding, bias=bias)
+        read = self.before_attention(x, modulation)
+        attended = self.attention(read, tables=tables, padding=padding, bias=bias)
         if self.cross_attention is None:
-            return self.after_attention(x, attended)
+            return self.after_attention(x, attended, modulation=modulation)
         assert source is not None
         pair = self.cross_attention.project_source(source.hidden)
         return self.after_attention(x, attended, self.reading(*pair, source.lengths))
@@ -78,9 +81,12 @@ class Block(nn.Module):
         cross = self.cross_attention
         return lambda x: cross(x, key, value, lengths)
 
-    def before_attention(self, x: Tensor) -> Tensor:
+    def before_attention(self, x: Tensor, modulation: BlockModulation | None = None) -> Tensor:
         """What attention reads, x [B, S, W]."""
-        return x if self.norm_order == "post" else self._normed(self.attention_norm, x)
+        if self.norm_order == "post":
+            return x
+        normed = self._normed(self.attention_norm, x)
+        return normed if modulation is None else modulation.attention.read(normed)
 
     def after_attention(
         self,
@@ -88,11 +94,14 @@ class Block(nn.Module):
         attended: Tensor,
         read_source: Callable[[Tensor], Tensor] | None = None,
         keep: Callable[[Tensor], Tensor] | None = None,
+        modulation: BlockModulation | None = None,
     ) -> Tensor:
         """The rest of the block, given the residual stream x and the attention's output [B, S, W].
 
         `read_source` is the block's cross-attention, where it has one; after it, only the rows that `keep` takes go on.
         """
+        if modulation is not None:
+            return self._after_modulated(x, attended, modulation)
         keep = keep or keep_all
         if self.norm_order == "post":
             x = self._normed(self.attention_norm, x + self._scaled(attended))
@@ -105,6 +114,13 @@ class Block(nn.Module):
             x = keep(x) + self._scaled(keep(read_source(self._normed(self.cross_attention_norm, x))))
         hidden = self.feed_forward(self._before_feed_forward(before if self.norm_order == "parallel" else x))
         return x + self._scaled(self._normed(self.feed_forward_output_norm, hidden))
+
+    def _after_modulated(self, x: Tensor, attended: Tensor, modulation: BlockModulation) -> Tensor:
+        """As `after_attention`, of a conditioned block."""
+        x = x + modulation.attention.gate * attended
+        read = modulation.feed_forward.read(self._normed(self.feed_forward_norm, x))
+        fed: Tensor = self.feed_forward(read)
+        return x + modulation.feed_forward.gate * fed
 
     def _before_feed_forward(self, x: Tensor) -> Tensor:
         """What the feed-forward reads; a norm that it shares with attention is one node in a graph that was cleaned."""

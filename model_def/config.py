@@ -54,7 +54,8 @@ class TransformerConfig:
     encoder's; one of them at most. With `image` the stack reads patches of images in place of ids, with `audio` frames
     of sound, and there is no vocabulary (`vocab_size` 0). `encoder` is the stack whose states the blocks'
     cross-attention reads: this stack is the decoder of an encoder-decoder. `pair`: every layer of an encoder adds a
-    projection of a representation of pairs of tokens to its scores.
+    projection of a representation of pairs of tokens to its scores. `conditioned`: a vector of `hidden_size` numbers a
+    text sets shift, scale and gate of every sub-block, and shift and scale of the last norm (adaLN-zero).
     """
 
     vocab_size: int
@@ -79,6 +80,7 @@ class TransformerConfig:
     image: ImageConfig | None = None
     audio: AudioConfig | None = None
     pair: PairConfig | None = None
+    conditioned: bool = False
     encoder: "TransformerConfig | None" = None
 
     def __post_init__(self) -> None:
@@ -104,6 +106,8 @@ class TransformerConfig:
             raise ConfigError("causal and bidirectional blocks in one stack; give each stack its own config")
         self._check_encoder()
         self._check_source()
+        if self.conditioned:
+            self._check_conditioned()
         if not has_ids:
             self._check_without_ids()
         if self.image is not None:
@@ -149,6 +153,19 @@ class TransformerConfig:
             raise ConfigError(
                 "pairs of tokens are of bidirectional encoders of ids; these blocks are causal or read no ids"
             )
+
+    def _check_conditioned(self) -> None:
+        """What adaptive norms act on."""
+        reads_out = self.pooling or self.classifier or self.masked_head or self.head != "none"
+        if self.is_causal or not self.vocab_size or reads_out or self.final_norm is None:
+            raise ConfigError(
+                "a conditioned stack is a bidirectional encoder of ids with a final norm that gives hidden states "
+                "alone: without pooling, classifier and heads"
+            )
+        for block in self.blocks:
+            plain = block.attention_norm and block.cross_attention is None and block.residual_scale == 1.0
+            if block.norm_order != "pre" or not plain:
+                raise ConfigError("conditioned blocks have norm_order 'pre', both norms, and residual_scale 1")
 
     def _check_source(self) -> None:
         """A decoder that reads a source and its encoder belong together."""

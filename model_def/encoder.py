@@ -36,7 +36,8 @@ class Encoder(nn.Module):
     def forward(self, input_ids: Tensor, lengths: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """input_ids int64 [B, S], lengths int32 [B] to hidden states float32 [B, S, W].
 
-        `others`: token_types int64 [B, S] where there are several, then logits_rows int64 [R] of a masked head.
+        `others`: token_types int64 [B, S] where there are several, then conditioning float32 [B, W] of a conditioned
+        stack, or logits_rows int64 [R] of a masked head.
 
         With pooling also embeddings float32 [B, D], not normalised; with a classifier logits float32 [B, L], or
         [B, S, L] per token; with a masked head logits float32 [R, V] of the rows of the flattened states. Hidden states
@@ -46,10 +47,13 @@ class Encoder(nn.Module):
         token_types = others[0] if others and self.model.config.token_types > 1 else None
         x = self.model.embed(input_ids, arange(length), token_types)
         biases = self.model.with_pairs(x, self._biases(length))
+        conditioning = others[-1] if self.model.config.conditioned else None
+        modulated = self.model.modulated(conditioning)
         for layer, block in enumerate(self.model.layers):
-            attended = block.attention.encode(block.before_attention(x), lengths, self._tables(layer), biases[layer])
-            x = block.after_attention(x, attended)
-        x = self.model.read_out(x)
+            read = block.before_attention(x, modulated[layer])
+            attended = block.attention.encode(read, lengths, self._tables(layer), biases[layer])
+            x = block.after_attention(x, attended, modulation=modulated[layer])
+        x = self.model.read_out(x, conditioning)
         hidden = x.to(float32)
         if self.model.classifier is not None:
             return hidden, self.model.classifier(x, lengths).to(float32)

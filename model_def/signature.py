@@ -56,6 +56,7 @@ GREEDY_IDS = "greedy_ids"
 NEXT_SEQLENS_K = "next_seqlens_k"
 LENGTHS = "lengths"
 TOKEN_TYPE_IDS = "token_type_ids"
+CONDITIONING = "conditioning"
 HIDDEN_STATES = "hidden_states"
 EMBEDDINGS = "embeddings"
 PIXEL_VALUES = "pixel_values"
@@ -232,7 +233,8 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     """Inputs and outputs of an encoder.
 
     `input_ids` int64 [batch, sequence]; `lengths` int32 [batch], the real tokens of each row, which come first (padding
-    before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types.
+    before or between them cannot be said); `token_type_ids` int64 [batch, sequence] where the model has several types;
+    `conditioning` float32 [batch, hidden] of a conditioned one.
     `hidden_states` float32 [batch, sequence, hidden], unspecified beyond a row's length; `embeddings` float32
     [batch, dimension] where it pools, not normalised; `logits` float32 [batch, labels], or [batch, sequence, labels] of
     each token, where it classifies. With a masked head `logits_rows` int64 [rows], indices into the flattened
@@ -245,6 +247,8 @@ def encoder_signature(config: TransformerConfig) -> Signature:
     if config.token_types > 1:
         inputs.append(TensorSpec(name=TOKEN_TYPE_IDS, dtype="int64", shape=("batch", "sequence")))
     width = config.hidden_size
+    if config.conditioned:
+        inputs.append(TensorSpec(name=CONDITIONING, dtype="float32", shape=("batch", width)))
     outputs = [TensorSpec(name=HIDDEN_STATES, dtype="float32", shape=("batch", "sequence", width))]
     if config.pooling is not None:
         outputs.append(

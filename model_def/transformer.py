@@ -16,6 +16,8 @@ from graphport.model_def.block import Block, Source, keep_all
 from graphport.model_def.classifier import Classifier, MaskedHead
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.frames import FrameEmbedding
+from graphport.model_def.head import Head
+from graphport.model_def.modulation import AdaptiveFinalNorm, AdaptiveNorms, BlockModulation
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import past_lengths
 from graphport.model_def.pairs import PairBias, PairEmbedding
@@ -69,6 +71,10 @@ class Transformer(nn.Module):
             self.pair_biases = nn.ModuleList(PairBias(config.pair, count) for count in heads)
         self.encoder = None if config.encoder is None else Transformer(config.encoder)
         self.final_norm = Norm(config.final_norm, config.hidden_size) if config.final_norm else None
+        self.final_modulation: AdaptiveFinalNorm | None = None
+        if config.conditioned:
+            self.modulations = nn.ModuleList(AdaptiveNorms(config.hidden_size) for _ in config.blocks)
+            self.final_modulation = AdaptiveFinalNorm(config.hidden_size)
         self.pooling = Pooling(config.pooling, config.hidden_size) if config.pooling else None
         self.classifier = Classifier(config.classifier, config.hidden_size) if config.classifier else None
         self.masked_head: MaskedHead | None = None
@@ -90,6 +96,7 @@ class Transformer(nn.Module):
         bias: Tensor | None = None,
         token_types: Tensor | None = None,
         source: Source | None = None,
+        conditioning: Tensor | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to logits [B, S, V] (hidden states [B, S, W] without a head).
 
@@ -97,11 +104,14 @@ class Transformer(nn.Module):
         Otherwise:
 
         `padding` bool [B, S], True at real tokens; `bias` float, added to every layer's scores [B, N, S, S];
-        `token_types` int64 [B, S], all 0 by default; `source`: what `encode` gives, for a decoder that reads one.
+        `token_types` int64 [B, S], all 0 by default; `source`: what `encode` gives, for a decoder that reads one;
+        `conditioning` float [B, W], for a conditioned stack.
         Learned and sinusoidal positions count the real tokens of each row; rotary ones are distances and need not.
         """
-        states = self.run_blocks(input_ids, padding=padding, bias=bias, token_types=token_types, source=source)
-        return self.read_out(states)
+        states = self.run_blocks(
+            input_ids, padding=padding, bias=bias, token_types=token_types, source=source, conditioning=conditioning
+        )
+        return self.read_out(states, conditioning)
 
     def encode(self, input_ids: Tensor, lengths: Tensor | None = None) -> Source:
         """The source texts input_ids int64 [B, T], of `lengths` [B] (by default all T), as the decoder reads them.
@@ -125,6 +135,7 @@ class Transformer(nn.Module):
         bias: Tensor | None = None,
         token_types: Tensor | None = None,
         source: Source | None = None,
+        conditioning: Tensor | None = None,
     ) -> Tensor:
         """Whole texts input_ids int64 [B, S] to the residual stream [B, S, W] that `read_out` takes."""
         if self.patches is not None or self.frames is not None:
@@ -139,9 +150,18 @@ class Transformer(nn.Module):
         if relative is not None:
             bias = relative if bias is None else bias + relative
         biases = self.with_pairs(x, [bias] * self.config.num_layers)
-        for block, tables, own in zip(self.layers, self.rotary_tables(length, length), biases, strict=True):
-            x = block(x, tables=tables, padding=padding, bias=own, source=source)
+        layers = zip(self.layers, self.rotary_tables(length, length), biases, self.modulated(conditioning), strict=True)
+        for block, tables, own, modulation in layers:
+            x = block(x, tables=tables, padding=padding, bias=own, source=source, modulation=modulation)
         return x
+
+    def modulated(self, conditioning: Tensor | None) -> list[BlockModulation | None]:
+        """What `conditioning` [B, W] does to each layer; to none of a stack without adaptive norms."""
+        if not self.config.conditioned:
+            return [None] * self.config.num_layers
+        if conditioning is None:
+            raise ValueError("a conditioned stack reads a vector a text; give conditioning [B, W]")
+        return [norms(conditioning) for norms in self.modulations]
 
     def with_pairs(self, x: Tensor, biases: list[Tensor | None]) -> list[Tensor | None]:
         """What is added to the scores of each layer, with what it takes from the pairs of embedded tokens [B, S, W]."""
@@ -222,10 +242,12 @@ class Transformer(nn.Module):
         biases: Tensor = self.relative_bias(buckets[distance])  # [S, S, N]
         return biases.permute(2, 0, 1)[None]
 
-    def read_out(self, x: Tensor) -> Tensor:
+    def read_out(self, x: Tensor, conditioning: Tensor | None = None) -> Tensor:
         """The residual stream [..., W] to logits [..., V], or to hidden states without a head."""
         if self.final_norm is not None:
             x = self.final_norm(x)
+        if self.final_modulation is not None:
+            x = self.final_modulation(x, conditioning)
         if self.head_projection is not None:
             x = self.head_projection(x)
         return x if self.head is None else self.head(x, self.embedding.weight)
@@ -244,30 +266,6 @@ class Transformer(nn.Module):
                 made[rotary, head_dim] = RotaryTables(*pair)
             tables.append(made[rotary, head_dim])
         return tables
-
-
-class Head(nn.Module):
-    """The vocabulary head: its own matrix or the embedding's, scale and cap."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.logit_scale, self.logit_softcap = config.logit_scale, config.logit_softcap
-        is_tied = config.head == "tied"
-        self.weight = (
-            None if is_tied else nn.Parameter(torch.empty(config.vocab_size, config.id_width or config.hidden_size))
-        )
-        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
-        if self.weight is not None:
-            nn.init.normal_(self.weight, std=config.hidden_size**-0.5)
-
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """X [..., W] to logits [..., V]."""
-        logits = nn.functional.linear(x, embedding if self.weight is None else self.weight, self.bias)
-        if self.logit_scale != 1.0:
-            logits = logits * self.logit_scale
-        if self.logit_softcap is not None:
-            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
-        return logits
 
 
 class CachedDecoder(nn.Module):

@@ -11,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.certified_inputs import ImageInputs, Inputs, Row, RowInputs, TextInputs
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.decoder_runs import planned_runs
 from graphport.model_def.encoder_runs import image_runs, text_runs
 from graphport.model_def.played_runs import Evidence, References, play_runs
+from graphport.model_def.seeded_conditions import seeded_conditions
 from graphport.model_def.seeded_images import IMAGES_A_SIZE, seeded_images
 from graphport.model_def.signature import Kind
 from graphport.runtime.bundle_files import BundleFiles
@@ -72,7 +74,7 @@ def _open_encoder(
     assert isinstance(inputs, RowInputs)
     longest = max(len(row.ids) for row in inputs.rows)
     session = _encoder_session(bundle, device, threads, most=len(inputs.rows), longest=longest)
-    model, runs = _ServedEncoder(session), text_runs(bundle.manifest.config, inputs.rows)
+    model, runs = _ServedEncoder(session, bundle.manifest.config), text_runs(bundle.manifest.config, inputs.rows)
 
     def play(references: References, *, observe: Observe) -> Evidence:
         return play_runs(model, runs, references, observe=observe)
@@ -122,9 +124,12 @@ def _encoder_session(
 class _ServedEncoder:
     """A `TextModel` over the session that serves."""
 
-    def __init__(self, session: EncoderSession) -> None:
+    def __init__(self, session: EncoderSession, config: TransformerConfig) -> None:
         self._session = session
+        self._config = config
 
     def run_rows(self, rows: Sequence[Row], output: str) -> NDArray[np.float32]:
         """See TextModel."""
-        return self._session.run([row.ids for row in rows], output, types=[row.types for row in rows])
+        ids = [row.ids for row in rows]
+        conditioning = seeded_conditions(ids, self._config.hidden_size) if self._config.conditioned else None
+        return self._session.run(ids, output, types=[row.types for row in rows], conditioning=conditioning)

@@ -21,7 +21,13 @@ from graphport.runtime.encoder_batches import cut_batches
 from graphport.runtime.encoder_session import EncoderSession
 from graphport.runtime.limits import checked_count
 from graphport.runtime.masked_tokens import FilledMask, best_tokens
-from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
+from graphport.runtime.open_encoder import (
+    OpenEncoder,
+    checked_conditioning,
+    label_probabilities,
+    normalized,
+    require_finite,
+)
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.tokenizer import Tokenizer
 
@@ -139,12 +145,25 @@ class Encoder(OpenEncoder):
         return normalized(vectors) if (pooling.normalize if normalize is None else normalize) else vectors
 
     def hidden_states(
-        self, texts: Sequence[Text], *, batch_size: int | None = None, truncate: bool = False
+        self,
+        texts: Sequence[Text],
+        *,
+        batch_size: int | None = None,
+        truncate: bool = False,
+        conditioning: NDArray[np.floating[Any]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        """The last hidden states of each text and what fills it up, float32 [tokens, W]; for the rest see `encode`."""
+        """The last hidden states of each text and what fills it up, float32 [tokens, W]; for the rest see `encode`.
+
+        conditioning: a vector a text, float [len(texts), W], which a conditioned model needs and others refuse.
+        """
         rows = self._checked_rows(texts, truncate=truncate)
-        states: list[NDArray[np.float32]] = [np.empty((0, self.manifest.config.hidden_size), np.float32)] * len(rows)
-        for batch, found in self._runs(rows, HIDDEN_STATES, batch_size):
+        config = self.manifest.config
+        vectors = checked_conditioning(conditioning, config, num_texts=len(rows))
+        states: list[NDArray[np.float32]] = [np.empty((0, config.hidden_size), np.float32)] * len(rows)
+        session = self._open_session()
+        for batch in self._batches(rows, batch_size):
+            own = None if vectors is None else vectors[batch]
+            found = session.run([rows[index] for index in batch], HIDDEN_STATES, conditioning=own)
             for index, row in zip(batch, found, strict=True):
                 states[index] = row[: len(rows[index])].copy()
                 require_finite(states[index])

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import (
+    CONDITIONING,
     INPUT_IDS,
     LENGTHS,
     LOGITS,
@@ -72,16 +73,21 @@ class EncoderSession:
         *,
         types: Sequence[Sequence[int]] | None = None,
         places: Sequence[int] | None = None,
+        conditioning: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]:
         """`output` of rows of ids padded to the longest: hidden_states [B, S, W], embeddings [B, W], or logits.
 
         What is beyond a row's length is unspecified. Token types, where the graph has them, are 0 unless given. A
         masked head gives logits [B, S, V] of all tokens, or [R, V] of `places` in the flattened batch [B * S].
+        `conditioning` [B, W] is what a conditioned graph reads beside the ids.
         """
         lengths = np.array([len(row) for row in rows], np.int32)
         feed: dict[str, NDArray[Any]] = {INPUT_IDS: _padded(rows, lengths), LENGTHS: lengths}
         if TOKEN_TYPE_IDS in self._inputs:
             feed[TOKEN_TYPE_IDS] = np.zeros_like(feed[INPUT_IDS]) if types is None else _padded(types, lengths)
+        if CONDITIONING in self._inputs:
+            assert conditioning is not None
+            feed[CONDITIONING] = conditioning
         if LOGITS_ROWS in self._inputs:
             every = np.arange(feed[INPUT_IDS].size if output == LOGITS else 0)
             feed[LOGITS_ROWS] = every if places is None else np.array(places, np.int64)

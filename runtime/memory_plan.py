@@ -162,8 +162,17 @@ def _workspace(sizes: ModelSizes, limits: RunLimits) -> int:
     attention = max(_attention_bytes(sizes, block.attention, limits) for block in config.blocks)
     temporaries = element + (_SAMPLING_BYTES if sizes.samples else 0)
     logits = _logits_rows(sizes, limits) * config.vocab_size * temporaries
-    needed = tokens * layer * element + attention + logits + _dequantised_bytes(sizes)
+    needed = tokens * layer * element + attention + logits + _dequantised_bytes(sizes) + _pair_bytes(sizes, limits)
     return needed if sizes.device == "cpu" else max(_LEAST_ARENA, 1 << (needed - 1).bit_length())
+
+
+def _pair_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
+    """Pairs of tokens as they are and as each layer norms them, and what they add to the scores of all layers."""
+    pair = sizes.config.pair
+    if pair is None:
+        return 0
+    channels = 3 * pair.width + 3 * sum(block.attention.num_heads for block in sizes.config.blocks)
+    return _tokens_at_once(sizes, limits) * limits.max_length * channels * _activation_bytes(sizes)
 
 
 def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
@@ -203,7 +212,7 @@ def _layer_elements(hidden: int, block: BlockConfig) -> int:
     """Elements a token of everything that one layer computes, as if nothing were freed before its end."""
     attention = block.attention
     qkv = (attention.num_heads + 2 * attention.num_kv_heads) * attention.head_dim
-    mixed = attention.num_heads * attention.head_dim
+    mixed = attention.num_heads * attention.head_dim * (3 if attention.gate else 1)
     if attention.latent is not None:  # keys and values of all heads are put together, and heads narrowed behind them
         qkv, mixed = 2 * qkv, 2 * mixed
     dense = 0 if block.dense is None else (4 if block.dense.gated else 2) * block.dense.width

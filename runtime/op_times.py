@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime
 
 from graphport.model_def.signature import (
+    CONDITIONING,
     INPUT_IDS,
     LENGTHS,
     LOGITS,
@@ -115,6 +116,8 @@ def _run_encoder(session: Any, bundle: BundleFiles) -> None:  # noqa: ANN401 - O
         ids = random.integers(config.vocab_size, size=(1, length))
         types = {TOKEN_TYPE_IDS: np.zeros_like(ids)} if config.token_types > 1 else {}
         feed = {INPUT_IDS: ids, LENGTHS: np.array([length], np.int32), **types}
+        if config.conditioned:
+            feed[CONDITIONING] = random.standard_normal((1, config.hidden_size), np.float32)
     for _ in range(1 + NUM_STEPS):
         session.run(None, feed)
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.config import TransformerConfig
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -119,6 +120,23 @@ def label_probabilities(logits: NDArray[np.float32], *, multi_label: bool) -> ND
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     shares: NDArray[np.float32] = powers / powers.sum(axis=-1, keepdims=True)
     return shares
+
+
+def checked_conditioning(vectors: Any, config: TransformerConfig, *, num_texts: int) -> Rows | None:  # noqa: ANN401
+    """The vectors of a caller as float32 [num_texts, W]; None where the model reads none. Raises ValueError."""
+    if not config.conditioned:
+        if vectors is not None:
+            raise ValueError("this model reads no conditioning; leave it out")
+        return None
+    wanted = (num_texts, config.hidden_size)
+    if vectors is None:
+        raise ValueError(f"this model is conditioned on a vector a text; give conditioning, float {list(wanted)}")
+    array = np.asarray(vectors)
+    if array.shape != wanted or not np.issubdtype(array.dtype, np.floating):
+        raise ValueError(f"conditioning must be float {list(wanted)}, got {array.dtype} {list(array.shape)}")
+    if not np.isfinite(array).all():
+        raise ValueError("conditioning has numbers that are not finite")
+    return array.astype(np.float32)
 
 
 def require_finite(values: NDArray[np.float32]) -> None:
