@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from graphport.model_def.certificate import Check
 from graphport.model_def.certified_inputs import ImageInputs, Inputs, RowInputs
 from graphport.model_def.encoder_runs import outputs_of
+from graphport.model_def.seeded_conditions import seeded_conditions
 from graphport.model_def.seeded_images import seeded_images
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import DeviceWish, default_threads
@@ -110,7 +111,7 @@ class _Comparison:
             with ImageEncoder(self._bundle, **options) as images:
                 return images.hidden_states(self._items)
         with Encoder(self._bundle, **options) as encoder:
-            return encoder.hidden_states(self._items)
+            return encoder.hidden_states(self._items, conditioning=self._conditioning(self._items))
 
     def _num_tokens(self, item: Any) -> int:  # noqa: ANN401 - ids or pixels
         image = self._bundle.manifest.config.image
@@ -149,8 +150,13 @@ class _Comparison:
     def _run(self, session: EncoderSession, group: list[int], output: str) -> Output:
         items = [self._items[index] for index in group]
         if self._bundle.manifest.kind == "encoder":
-            return session.run(items, output)
+            return session.run(items, output, conditioning=self._conditioning(items))
         return session.run_images(np.stack(items), output)
+
+    def _conditioning(self, items: list[Any]) -> NDArray[np.float32] | None:
+        """The vectors of texts, as in the certificate's runs; None where the model reads none."""
+        config = self._bundle.manifest.config
+        return seeded_conditions(items, config.hidden_size) if config.conditioned else None
 
     def _check(
         self, name: str, words: str, wanted: dict[int, Answer], found: dict[int, Answer], *, exact: bool = False

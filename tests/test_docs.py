@@ -28,6 +28,7 @@ PAGES = (
     "docs/encoders.md",
     "docs/encoder_decoders.md",
     "docs/vision.md",
+    "docs/blocks.md",
 )
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -56,6 +57,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     word_piece().save(str(folder / "clip/tokenizer.json"))
     save_vision_folder(folder / "vit", make_vision("vit classifier"))
     Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")
+    shutil.copytree(CHECKOUT / "examples", folder / "examples")
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder
 

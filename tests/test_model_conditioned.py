@@ -130,6 +130,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_example_file_goes_through_the_certificate(bundle: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", bundle, "--against", f"{EXAMPLE}:blocks", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"]
+    assert main(["verify", bundle, "--invariance", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
 
 
 def test_the_certificate_rejects_a_bundle_that_is_conditioned_otherwise(
