@@ -18,6 +18,7 @@ from graphport.export.decoder_evidence import DecoderEvidence
 from graphport.export.encoder_evidence import EncoderEvidence, Feed
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.image_feed import ImageFeed
+from graphport.export.recurrent_feed import RecurrentFeed
 from graphport.export.text_feed import TextFeed
 from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
@@ -26,6 +27,8 @@ from graphport.model_def.compact_rows import CompactRows
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
 from graphport.model_def.played_runs import Evidence
+from graphport.model_def.recurrent_decoder import RecurrentDecoder, check_can_recur
+from graphport.model_def.recurrent_signature import recurrent_signature
 from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature, image_signature
 from graphport.model_def.source_encoder import check_can_translate
 from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
@@ -150,6 +153,17 @@ ENCODER = ModelKind(
 )
 
 
+RECURRENT_DECODER = ModelKind(
+    name="recurrent_decoder",
+    has_cache=False,
+    check=check_can_recur,
+    module=lambda model, max_length: RecurrentDecoder(model, max_length=max_length),
+    traced=recurrent_signature,
+    shipped=lambda plan: recurrent_signature(plan.config),
+    evidence=_evidence_on(RecurrentFeed),
+)
+
+
 def _image_sizes(config: TransformerConfig) -> dict[str, int]:
     """Whole numbers of patches, different ones in each direction."""
     assert config.image is not None
@@ -183,4 +197,6 @@ def kind_of(config: TransformerConfig) -> ModelKind:
         return IMAGE_ENCODER
     if config.encoder is not None:
         return ENCODER_DECODER
+    if config.is_recurrent:
+        return RECURRENT_DECODER
     return DECODER if config.is_decoder else ENCODER

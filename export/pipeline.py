@@ -121,7 +121,7 @@ def expected_fusions(plan: CompilePlan) -> dict[str, int]:
     attentions = [
         [f"blocks.{i}.attention.{part}.weight" for part in _QKV]
         for i, block in enumerate(blocks)
-        if block.attention.latent is None
+        if block.attention.latent is None and not block.attention.linear
     ]
     feed_forwards = [
         [f"blocks.{i}.{_dense_name(block)}.{part}.weight" for part in _GATE_UP]
@@ -150,6 +150,8 @@ def _dense_name(block: BlockConfig) -> str:
 
 def _attention_limit(plan: CompilePlan, attention: AttentionConfig) -> str | None:
     """Why the target's kernel does not take this attention, or None when it does."""
+    if attention.linear:
+        return "linear attention is plain matrix products"
     return plan.target.attention_limit(attention) if plan.config.is_decoder else plan.target.padded_limit(attention)
 
 
@@ -175,7 +177,7 @@ def _count_normed_sums(config: TransformerConfig) -> int:
     it); the first Add stays. Where norms stand on the outputs alone, only the last sum of all is normed.
     """
     last_is_whole = config.token_types > 1 or (
-        config.is_decoder and config.position is not None and not config.token_types
+        (config.is_decoder or config.is_recurrent) and config.position is not None and not config.token_types
     )
     is_normed = config.embedding_norm is not None
     count = int(is_normed and last_is_whole)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.latent_projections import LatentProjections
+from graphport.model_def.linear_attention import LinearState, empty_state, linear_attention
 from graphport.model_def.norms import Norm
 from graphport.model_def.ops import (
     attend,
@@ -78,6 +79,8 @@ class Attention(nn.Module):
         `padding` bool [B, S] is True at real tokens; `bias` float broadcasts to [B, N, S, S].
         """
         config = self.config
+        if config.linear:
+            return self.recur(x, empty_state(len(x), config.num_heads, config.head_dim))[0]
         query, key, value = self._project(x)
         queries, keys = split_heads(query, config.num_heads), split_heads(key, config.num_kv_heads)
         if tables is not None:
@@ -92,6 +95,12 @@ class Attention(nn.Module):
         softcap = config.softcap or 0.0
         attended = attend(queries, keys, values, visible=visible, bias=bias, scale=scale, softcap=softcap)
         return self._read_out(join_heads(attended), x)
+
+    def recur(self, x: Tensor, state: LinearState) -> tuple[Tensor, LinearState]:
+        """New tokens x [B, S, W] of linear attention over the state of those before; [B, S, W] and the state after."""
+        heads = [split_heads(part, self.config.num_heads) for part in self._project(x)]
+        attended, after = linear_attention(heads[0], heads[1], heads[2], state)
+        return self._read_out(join_heads(attended), x), after
 
     def step(
         self,

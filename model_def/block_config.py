@@ -51,6 +51,7 @@ class AttentionConfig:
     projections go by way of small vectors, and values have heads of their own size (DeepSeek). `sinks`: each query head
     has a score of its own beside those of keys, which takes weight and gives nothing (GPT-OSS). `gate`: heads, joined,
     are multiplied by sigmoid(gate(x)), x what attention reads, before the output projection (AlphaFold).
+    `linear`: a kernel elu + 1 in place of the softmax, whose state has a fixed size (Katharopoulos et al. 2020).
     """
 
     num_heads: int
@@ -68,6 +69,7 @@ class AttentionConfig:
     latent: LatentConfig | None = None
     sinks: bool = False
     gate: bool = False
+    linear: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -84,6 +86,12 @@ class AttentionConfig:
             self._check_rotary(self.rotary)
         if self.sinks and (not self.causal or self.rotary is None or self.softcap is not None or self.latent):
             raise ConfigError("attention with sinks is causal and rotary, without a cap and latent vectors")
+        others = (self.rotary, self.window, self.qk_norm, self.softcap, self.scale, self.latent, self.sinks)
+        if self.linear and (not self.causal or self.num_kv_heads != self.num_heads or any(others)):
+            raise ConfigError(
+                "linear attention is causal with as many kv heads as heads, and has no rotation, window, q/k norm, "
+                "cap, scale, latent vectors and sinks"
+            )
         if self.latent is not None:
             if self.qk_norm is not None or not self.causal:
                 raise ConfigError("latent attention is causal and has norms of its own, not of queries and keys")

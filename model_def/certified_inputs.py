@@ -90,7 +90,7 @@ def read_inputs(kind: Kind, data: Mapping[str, Any]) -> Inputs:
     origin = str(data["origin"])
     if kind == "decoder":
         return TextInputs(origin=origin, ids=_ids(data["ids"]))
-    if kind == "encoder":
+    if kind in ("encoder", "recurrent_decoder"):
         pairs = zip(data["rows"], data["types"], strict=True)
         return RowInputs(origin=origin, rows=tuple(Row(_ids(ids), _ids(types)) for ids, types in pairs))
     sizes = tuple((int(height), int(width)) for height, width in data["sizes"])

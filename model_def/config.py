@@ -108,6 +108,7 @@ class TransformerConfig:
         self._check_source()
         if self.conditioned:
             self._check_conditioned()
+        self._check_linear()
         if not has_ids:
             self._check_without_ids()
         if self.image is not None:
@@ -153,6 +154,13 @@ class TransformerConfig:
             raise ConfigError(
                 "pairs of tokens are of bidirectional encoders of ids; these blocks are causal or read no ids"
             )
+
+    def _check_linear(self) -> None:
+        """Linear attention in all blocks or in none."""
+        if len({block.attention.linear for block in self.blocks}) > 1:
+            raise ConfigError("linear attention in some blocks only: a stack has a KV cache or states, not both")
+        if self.is_recurrent and (self.head == "none" or self.pooling or self.relative_bias or self.encoder):
+            raise ConfigError("linear attention is for decoders with a head, without relative bias and encoder")
 
     def _check_conditioned(self) -> None:
         """What adaptive norms act on."""
@@ -210,7 +218,12 @@ class TransformerConfig:
     @property
     def is_decoder(self) -> bool:
         """Whether it goes on with a text over a KV cache: causal blocks whose states are not pooled to one vector."""
-        return self.is_causal and self.pooling is None
+        return self.is_causal and self.pooling is None and not self.is_recurrent
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether it goes on with a text over states of linear attention."""
+        return self.blocks[0].attention.linear
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data; `from_dict` is its inverse."""

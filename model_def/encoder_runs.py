@@ -39,8 +39,18 @@ class ImageModel(Protocol):
         ...
 
 
+class RecurrentTexts(Protocol):
+    """A recurrent decoder."""
+
+    def run_pieces(self, row: Row, pieces: Sequence[int]) -> Rows:
+        """Logits [1, S, V] of a text fed in pieces of these sizes, then the rest, over the states of those before."""
+        ...
+
+
 def outputs_of(config: TransformerConfig) -> tuple[str, ...]:
     """The outputs of an encoder: the hidden states, and what it reads out of them, if anything."""
+    if config.is_recurrent:
+        return (LOGITS,)
     readout = None if config.image is None else config.image.readout
     if config.classifier is not None or config.masked_head is not None or (readout is not None and readout.labels):
         return HIDDEN_STATES, LOGITS
@@ -68,6 +78,21 @@ def text_runs(config: TransformerConfig, rows: Sequence[Row]) -> tuple[Run[TextM
         return Run(name=f"{name}, {_WORDS[output]}", inputs=words, output=output, play=play)
 
     return tuple(run(name, batches, output) for name, batches in ways for output in outputs_of(config))
+
+
+def recurrent_runs(rows: Sequence[Row]) -> tuple[Run[RecurrentTexts], ...]:
+    """Each text in one piece, in pieces, and token by token: the parallel, the chunked and the recurrent form."""
+    lengths = [len(row.ids) for row in rows]
+    ways = (("one piece", ()), ("pieces", (1, 7, 16)), ("token by token", (1,) * max(lengths)))
+
+    def run(name: str, pieces: tuple[int, ...]) -> Run[RecurrentTexts]:
+        def play(model: RecurrentTexts, emit: Emit) -> None:
+            for index, row in enumerate(rows):
+                _emit_all([index], lengths, model.run_pieces(row, pieces), emit)
+
+        return Run(name=name, inputs=f"texts of {listed(lengths)} tokens", output=LOGITS, play=play)
+
+    return tuple(run(name, pieces) for name, pieces in ways)
 
 
 def image_runs(config: TransformerConfig, batches: Sequence[Pixels]) -> tuple[Run[ImageModel], ...]:

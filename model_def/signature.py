@@ -20,7 +20,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.forced_tokens import ForcedTokens
 from graphport.model_def.window_rows import WindowRows, rows_of
 
-Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder"]
+Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder", "recurrent_decoder"]
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1
@@ -417,6 +417,9 @@ def _require_plausible(manifest: Manifest) -> None:
         raise ValueError(
             f"kind is {manifest.kind}, but the configuration is {'' if config.is_decoder else 'not '}a decoder's"
         )
+    if (manifest.kind == "recurrent_decoder") != config.is_recurrent:
+        attention = "linear" if config.is_recurrent else "no linear"
+        raise ValueError(f"kind is {manifest.kind}, but the configuration has {attention} attention")
     if (manifest.kind == "image_encoder") != (config.image is not None):
         reads = "no images" if config.image is None else "images"
         raise ValueError(f"kind is {manifest.kind}, but the configuration reads {reads}")

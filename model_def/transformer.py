@@ -350,6 +350,8 @@ def select_rows(x: Tensor, rows: Tensor) -> Tensor:
 
 def check_can_decode(config: TransformerConfig, max_length: int) -> None:
     """Raise ConfigError unless `config` can be decoded with a cache up to `max_length` positions."""
+    if config.is_recurrent:
+        raise ConfigError("a cached decoder needs softmax attention; linear attention has states, not a KV cache")
     if not config.is_decoder or config.head == "none":
         raise ConfigError("a cached decoder needs causal attention and a head; this config describes an encoder")
     if not 1 <= max_length <= config.max_positions:

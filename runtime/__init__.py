@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from graphport.runtime.language_model import LanguageModel, load_language_model
     from graphport.runtime.loading import load
     from graphport.runtime.preparation import Prepared, prepare
+    from graphport.runtime.recurrent_model import RecurrentModel
     from graphport.runtime.sampling_params import SamplingParams
     from graphport.runtime.sequence import StreamEvent
     from graphport.runtime.sequence_state import SequenceState
@@ -26,6 +27,7 @@ __all__ = [
     "ImageEncoder",
     "LanguageModel",
     "Prepared",
+    "RecurrentModel",
     "SamplingParams",
     "SequenceState",
     "Session",
@@ -49,6 +51,7 @@ _HOMES = {
     "ImageEncoder": "graphport.runtime.image_encoder",
     "LanguageModel": "graphport.runtime.language_model",
     "Prepared": "graphport.runtime.preparation",
+    "RecurrentModel": "graphport.runtime.recurrent_model",
     "SamplingParams": "graphport.runtime.sampling_params",
     "SequenceState": "graphport.runtime.sequence_state",
     "Session": "graphport.runtime.session",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from graphport.model_def.certified_inputs import ImageInputs, Inputs, Row, RowInputs, TextInputs
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.decoder_runs import planned_runs
-from graphport.model_def.encoder_runs import image_runs, text_runs
+from graphport.model_def.encoder_runs import image_runs, recurrent_runs, text_runs
 from graphport.model_def.played_runs import Evidence, References, play_runs
 from graphport.model_def.seeded_conditions import seeded_conditions
 from graphport.model_def.seeded_images import IMAGES_A_SIZE, seeded_images
@@ -22,6 +22,7 @@ from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import Device, DeviceWish, default_threads
 from graphport.runtime.encoder_session import EncoderSession
 from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.recurrent_model import ServedRecurrent
 from graphport.runtime.served_model import ServedModel
 from graphport.runtime.session import Session, checked_threads
 
@@ -100,10 +101,26 @@ def _open_image_encoder(
     return CertifiedModel(device=session.device, is_prepared=False, play=play)
 
 
+def _open_recurrent(
+    bundle: BundleFiles, inputs: Inputs, device: DeviceWish, threads: int | None, prepared: bool
+) -> CertifiedModel:
+    del prepared  # as above
+    assert isinstance(inputs, RowInputs)
+    longest = max(len(row.ids) for row in inputs.rows)
+    session = _encoder_session(bundle, device, threads, most=1, longest=longest)
+    model, runs = ServedRecurrent(session), recurrent_runs(inputs.rows)
+
+    def play(references: References, *, observe: Observe) -> Evidence:
+        return play_runs(model, runs, references, observe=observe)
+
+    return CertifiedModel(device=session.device, is_prepared=False, play=play)
+
+
 _OPENS: dict[Kind, Callable[[BundleFiles, Inputs, DeviceWish, int | None, bool], CertifiedModel]] = {
     "decoder": _open_decoder,
     "encoder": _open_encoder,
     "image_encoder": _open_image_encoder,
+    "recurrent_decoder": _open_recurrent,
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.config import TransformerConfig
+from graphport.model_def.recurrent_signature import recurrent_signature
 from graphport.model_def.signature import (
     CONDITIONING,
     INPUT_IDS,
@@ -18,6 +20,7 @@ from graphport.model_def.signature import (
     LOGITS_ROWS,
     PIXEL_VALUES,
     TOKEN_TYPE_IDS,
+    Signature,
     encoder_signature,
     image_signature,
 )
@@ -61,8 +64,9 @@ class EncoderSession:
         check_signature("input", signature.inputs, self._session.get_inputs())
         check_signature("output", signature.outputs, self._session.get_outputs())
         config = bundle.manifest.config
-        if signature != (encoder_signature(config) if config.image is None else image_signature(config)):
+        if signature != _signature_of(config):
             raise ValueError("the manifest's configuration does not fit its graph; export the bundle again")
+        self.signature = signature
         self._inputs = {spec.name for spec in signature.inputs}
         self._setup = cuda  # the stream lives as long as the session that runs on it
 
@@ -97,11 +101,23 @@ class EncoderSession:
             result = result.reshape(*feed[INPUT_IDS].shape, -1)
         return result
 
+    def run_feed(self, feed: Mapping[str, NDArray[Any]]) -> list[NDArray[np.float32]]:
+        """All outputs for inputs given by name, in the signature's order."""
+        found: list[NDArray[np.float32]] = self._session.run(None, dict(feed))
+        return found
+
     def run_images(self, pixels: NDArray[np.float32], output: str) -> NDArray[np.float32]:
         """`output` of images of one size [B, C, h, w]: hidden_states [B, S, W], embeddings [B, D], or logits [B, L]."""
         (found,) = self._session.run([output], {PIXEL_VALUES: pixels})
         result: NDArray[np.float32] = found
         return result
+
+
+def _signature_of(config: TransformerConfig) -> Signature:
+    """What a graph without a KV cache reads and gives."""
+    if config.is_recurrent:
+        return recurrent_signature(config)
+    return encoder_signature(config) if config.image is None else image_signature(config)
 
 
 def _padded(rows: Sequence[Sequence[int]], lengths: NDArray[np.int32]) -> NDArray[np.int64]:

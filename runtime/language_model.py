@@ -152,9 +152,10 @@ class LanguageModel:
         prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
-            raise ValueError(
-                f"{bundle.folder} is an {bundle.manifest.kind}, which continues no text; use encode or embed"
-            )
+            what, use = f"an {bundle.manifest.kind}, which continues no text", "encode or embed"
+            if bundle.manifest.kind == "recurrent_decoder":
+                what, use = "a recurrent decoder, whose states no KV cache holds", "load and step"
+            raise ValueError(f"{bundle.folder} is {what}; use {use}")
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")

@@ -17,6 +17,7 @@ from graphport.runtime.dual_encoder import DualEncoder, load_dual_encoder
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
 from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
+from graphport.runtime.recurrent_model import RecurrentModel
 
 
 def load(
@@ -38,8 +39,10 @@ def load(
     prepared: bool | None = None,
     tuned: bool = True,
     strict: bool = False,
-) -> LanguageModel | Encoder | ImageEncoder | DualEncoder:
+) -> LanguageModel | Encoder | ImageEncoder | DualEncoder | RecurrentModel:
     """Open a bundle: with `load_language_model`, `load_encoder`, `load_image_encoder` or `load_dual_encoder`.
+
+    A bundle of linear attention is a `RecurrentModel`, whose caller keeps the states.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
     prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
@@ -90,6 +93,18 @@ def load(
             device_id=device_id,
             provider_options=provider_options,
             max_batch=max_batch,
+            threads=threads,
+            stream=stream,
+            strict=strict,
+        )
+    if files.manifest.kind == "recurrent_decoder":
+        return RecurrentModel(
+            files,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_batch=DECODER_BATCH if max_batch is None else max_batch,
+            max_length=max_length,
             threads=threads,
             stream=stream,
             strict=strict,

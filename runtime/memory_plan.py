@@ -180,6 +180,11 @@ def _logits_bytes(sizes: ModelSizes, limits: RunLimits) -> int:
 
     A larger tensor of logits is taken before the smaller is let go, which on the CPU is free.
     """
+    if sizes.config.is_recurrent:  # logits of all tokens, and states before and after
+        heads = [block.attention for block in sizes.config.blocks]
+        states = 2 * sum(one.num_heads * one.head_dim * (one.head_dim + 1) for one in heads)
+        elements = _tokens_at_once(sizes, limits) * sizes.config.vocab_size + limits.max_batch * states
+        return elements * ELEMENT_BYTES["float32"]
     if not sizes.config.is_decoder:
         scores = 0 if sizes.config.masked_head is None else limits.max_batch * sizes.config.vocab_size  # a place a text
         return (_tokens_at_once(sizes, limits) * sizes.config.hidden_size + scores) * ELEMENT_BYTES["float32"]

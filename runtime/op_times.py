@@ -61,6 +61,8 @@ def measure_ops(bundle: BundleFiles, *, threads: int | None = None) -> tuple[OpT
     manifest = bundle.manifest
     if bundle.encoder is not None:
         raise ValueError(f"{bundle.folder} is an encoder-decoder, of which no times are taken; leave --times out")
+    if manifest.kind == "recurrent_decoder":
+        raise ValueError(f"{bundle.folder} is a recurrent decoder, of which no times are taken; leave --times out")
     if manifest.kind == "decoder" and manifest.cache_dtype not in _NUMPY_TYPES:
         raise ValueError(
             f"times are taken on the CPU, which has no caches of {manifest.cache_dtype}; leave --times out"

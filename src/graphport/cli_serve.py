@@ -63,7 +63,7 @@ def serve(
     """Serve BUNDLEs over HTTP in OpenAI's form until told to end; then what runs is finished."""
     named = _named(bundles)
     try:
-        from graphport.runtime import DualEncoder, ImageEncoder, load
+        from graphport.runtime import DualEncoder, ImageEncoder, RecurrentModel, load
         from graphport.runtime.server import Server, open_socket, raise_file_limit
         from graphport.runtime.server_log import log_as_json
         from graphport.runtime.server_settings import ServerSettings, read_api_keys
@@ -94,7 +94,7 @@ def serve(
                 prefix_cache_bytes=0 if is_encoder else prefix_cache * _MIB,
                 prompt_lookup=prompt_lookup and not is_encoder,
             )
-            assert not isinstance(model, ImageEncoder | DualEncoder)  # as _is_encoder made sure
+            assert not isinstance(model, ImageEncoder | DualEncoder | RecurrentModel)  # as _is_encoder made sure
             opened[name] = model
         if not settings.api_keys and not _is_loopback(host):
             _log.warning("anybody who reaches %s can use the models: no --api-key-file was given", host)

@@ -111,6 +111,8 @@ def _check_invariance(
     from graphport.runtime.invariance import check_invariance
 
     opened = open_bundle(bundle)
+    if opened.manifest.kind == "recurrent_decoder":
+        raise typer.BadParameter(f"{bundle} is a recurrent decoder, whose caller batches; leave --invariance out")
     if opened.manifest.kind == "decoder":
         return check_invariance(opened, text_of(certificate), device=device, observe=progress)
     return check_encoder_invariance(opened, certificate.inputs, device=device, observe=progress)
