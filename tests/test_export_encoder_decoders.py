@@ -48,7 +48,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import ENCODER_GRAPH_FILE, ENCODER_WEIGHTS_FILE, GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import LanguageModel, SamplingParams, load
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify
 
 IDS = [START, *source_ids(20, seed=1)]
