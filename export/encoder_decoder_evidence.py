@@ -39,6 +39,7 @@ from graphport.model_def.transformer import Transformer
 
 # Tokens of each source, and of the decoder's text; those beyond a limit are cut to it.
 SOURCE_LENGTHS = (150, 1, 17, 5)
+NUM_RECORDINGS = 3  # each as long as the model reads, and its encoder takes the longest of all
 NUM_IDS = 96
 CHUNKS = (3, 1, 1)  # then the rest in one piece
 _EXTRA_PADDING = 7
@@ -173,9 +174,8 @@ def _chosen_inputs(
     ids = tuple(text_ids(PARITY_TEXT, config, tokenizer_json, length=min(NUM_IDS, max_length), seed=seed + 1))
     origin = text_origin(ids, config, tokenizer_json, seed=seed + 1)
     if config.encoder.audio is not None:
-        count = len(SOURCE_LENGTHS)
         origin = f"seeded recordings ({seed}); {origin}"
-        return SourceInputs(origin=origin, seed=seed, sources=(), num_recordings=count, ids=ids)
+        return SourceInputs(origin=origin, seed=seed, sources=(), num_recordings=NUM_RECORDINGS, ids=ids)
     texts = example_texts(config.encoder, tokenizer_json, lengths=SOURCE_LENGTHS, seed=seed)
     return SourceInputs(origin=origin, seed=seed, sources=texts, num_recordings=0, ids=ids)
 

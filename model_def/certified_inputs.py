@@ -12,6 +12,8 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import Kind
 from graphport.model_def.vision_config import Size
 
+MOST_RECORDINGS = 16  # of a certificate that is read
+
 
 class Row(NamedTuple):
     """One text of an encoder: ids [S] and the type of each token [S]."""
@@ -115,6 +117,8 @@ class SourceInputs:
             return "is for sources of another kind, or for none"
         if any(len(source) > encoder.max_positions for source in self.sources):
             return "has sources longer than the model reads"
+        if self.num_recordings > MOST_RECORDINGS:
+            return f"has {self.num_recordings} recordings, more than any certificate ({MOST_RECORDINGS})"
         return (None if hears else _ids_problem(encoder, list(self.sources))) or _ids_problem(config, [self.ids])
 
 
