@@ -93,6 +93,8 @@ def diff_models(
     configs = [_config(side, opened) for side in sides]
     if configs[0] != configs[1]:
         raise TargetError(f"{first} is another model than {second}: their configurations differ")
+    if not configs[0].is_decoder:
+        raise TargetError(f"{first} has no KV cache, over which diff steps; use `graphport verify --against`")
     if configs[0].encoder is not None:
         raise TargetError(
             f"{first} is an encoder-decoder, and diff feeds a text alone; use `graphport verify --against`"

@@ -181,6 +181,7 @@ def test_ids_and_states_that_do_not_fit_are_refused(bundle: str) -> None:
         (["embed", "x"], "is a decoder, which embeds no text; use step"),
         (["verify", "--invariance"], "leave --invariance out"),
         (["report", "--times", "--html", "page.html"], "of which no times are taken; leave --times out"),
+        (["diff", str(EXAMPLE.parent / "linear_attention.py:decoder")], "has no KV cache, over which diff steps"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
