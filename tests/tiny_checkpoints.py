@@ -41,6 +41,14 @@ CLASSES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 
+# transformers' model types that llama.cpp calls otherwise
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}
+
 # query heads, kv heads, head size and hidden / heads are all different
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -157,10 +165,9 @@ def write_gguf(
     blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
-    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
-        config.model_type, config.model_type.removesuffix("_text")
-    )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
+    member = next(member for member, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(member, config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     writer = gguf.GGUFWriter(path, architecture)
