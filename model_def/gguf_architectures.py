@@ -107,4 +107,18 @@ ARCHITECTURES = (
         window_theta=10_000.0,
         wide_scale_layers=62,
     ),
+    Architecture(name="gpt2", norm="layer", activation="gelu_tanh", gated=False, rotary=None, has_window=False),
+    Architecture(name="starcoder2", norm="layer", activation="gelu_tanh", gated=False, has_window=False),
+    Architecture(name="phi2", norm="layer", activation="gelu_tanh", gated=False, parallel="always", has_window=False),
+    Architecture(name="stablelm", norm="layer", parallel="one_norm", has_window=False),
+    Architecture(name="gptneox", norm="layer", activation="gelu", gated=False, parallel="stated", has_window=False),
+    Architecture(name="falcon", norm="layer", activation="gelu", gated=False, parallel="always", has_window=False),
+    Architecture(
+        name="command-r",
+        norm="layer",
+        rotary="interleaved",
+        parallel="always",
+        scales="logits",
+        has_window=False,
+    ),
 )

@@ -54,6 +54,8 @@ _BLOCK_NAMES = {
     "feed_forward.shared_gate": "ffn_gate_inp_shexp",
 }
 
+# names in layers that have attn_norm_2 or attn_qkv; of Falcon's two norms beside each other the second is attention's
+_SECOND_NORM = {"attention_norm": "attn_norm_2", "feed_forward_norm": "attn_norm"}
 _JOINED = {f"attention.{part}": "attn_qkv" for part in ("query", "key", "value")}
 
 # matrices of one row here, vectors in the file
@@ -85,8 +87,9 @@ def find_parts(file: GgufFile, config: TransformerConfig, architecture: Architec
     for ours, whole in parameter_shapes(config).items():
         shape = whole[1:] if ours.endswith(_VECTORS) else whole
         names = {**_BLOCK_NAMES, **architecture.names}
-        if ours.startswith("blocks.") and f"blk.{ours.split('.')[1]}.attn_qkv.weight" in file.tensors:
-            names |= _JOINED
+        for module, others in (("attn_qkv", _JOINED), ("attn_norm_2", _SECOND_NORM)):
+            if ours.startswith("blocks.") and f"blk.{ours.split('.')[1]}.{module}.weight" in file.tensors:
+                names |= others
         theirs = stored_name(ours, outer=_OUTER_NAMES, blocks="blk", modules=names)
         first = needed[theirs][0] if theirs in needed else 0
         needed[theirs] = (first + shape[0], *shape[1:])

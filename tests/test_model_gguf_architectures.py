@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from parity import RELATIVE_TOLERANCES
-from tiny_checkpoints import relative_difference, token_ids, write_gguf
+from tiny_checkpoints import Edit, relative_difference, token_ids, write_gguf
 from tiny_decoders import DECODERS, make_decoder
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
@@ -39,8 +39,6 @@ EXPERT_CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"decoder_sparse_step": 1, "attention_bias": False},
     "gpt_oss": {"swiglu_limit": 7.0},
 }
-
-Edit = Callable[[gguf.GGUFWriter], None]
 
 
 def _random(model: Any) -> Any:
