@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from graphport.model_def.block_config import AttentionConfig
@@ -24,7 +25,7 @@ from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.gguf_blocks import StoredMatrix
 from graphport.model_def.gguf_config import find_architecture, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
-from graphport.model_def.gguf_tensors import GgufPart, find_parts
+from graphport.model_def.gguf_tensors import GgufPart, HeadParts, find_parts
 from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GenerationDefaults
@@ -77,13 +78,18 @@ def restored_rows(attention: AttentionConfig, num_heads: int) -> NDArray[np.int6
 
 
 def _read_weights(
-    file: GgufFile, config: TransformerConfig, parts: Mapping[str, GgufPart]
+    file: GgufFile, config: TransformerConfig, parts: Mapping[str, GgufPart | HeadParts]
 ) -> tuple[dict[str, StoredMatrix], dict[str, torch.Tensor]]:
     """The matrices as they are stored, and every tensor as float32, both in the order of our rows."""
     shapes = parameter_shapes(config)
     stored, weights = {}, {}
     decoded: dict[str, torch.Tensor] = {}
     for ours, part in parts.items():
+        if isinstance(part, HeadParts):
+            weights[ours] = part.read(file)  # blocks of keys run along their outputs and fit no matrix of rows
+            floats = weights[ours].numpy().view(np.uint8)
+            stored[ours] = StoredMatrix(kind=GGMLQuantizationType.F32, data=floats)
+            continue
         rows = _rows(file, config, ours)
         if len(part.shape) == 2 and ours.endswith(".weight") and not ours.endswith("norm.weight"):
             stored[ours] = StoredMatrix(
@@ -100,10 +106,19 @@ def _read_weights(
 def _rows(file: GgufFile, config: TransformerConfig, ours: str) -> NDArray[np.int64] | None:
     """The file's rows in the order of our parameter; None where both are the same."""
     module = ours.rpartition(".")[0]
+    if module.endswith(".attention.latent.query"):
+        return _turning_first(config.blocks[int(ours.split(".")[1])].attention)
     if not find_architecture(file).is_permuted or not module.endswith((".attention.query", ".attention.key")):
         return None
     attention = config.blocks[int(ours.split(".")[1])].attention
     return restored_rows(attention, attention.num_heads if module.endswith("query") else attention.num_kv_heads)
+
+
+def _turning_first(attention: AttentionConfig) -> NDArray[np.int64]:
+    """The rows of queries whose heads have the dimensions that rotate last in the file."""
+    assert attention.rotary is not None
+    heads = np.arange(attention.num_heads * attention.head_dim).reshape(attention.num_heads, -1)
+    return np.roll(heads, attention.rotary.rotary_dim(attention.head_dim), axis=1).reshape(-1)
 
 
 def _generation(file: GgufFile, vocab_size: int, notes: list[str]) -> GenerationDefaults:

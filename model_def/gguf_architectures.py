@@ -14,9 +14,11 @@ from graphport.model_def.block_config import Activation, NormKind, NormOrder
 class GgufExperts:
     """What an architecture fixes of its mixtures of experts, see `ExpertsConfig`.
 
-    `shared_gate`: a feed-forward that every token runs stands beside them, times what its gate says.
+    `shared_gate`: a feed-forward that every token runs stands beside them, times what its gate says. `is_stated`: the
+    metadata says how they are chosen and weighed, how many are shared, and how many layers at the beginning have none.
     """
 
+    is_stated: bool = False
     normalized: bool = True
     shared_gate: bool = False
     alpha: float = 1.0
@@ -38,7 +40,8 @@ class Architecture:
     together, None where positions have a table of their own. `truncates_yarn` False: YaRN's limits are no whole
     numbers. `parallel`: attention and feed-forward stand beside each other, by two norms where the tensors of a second
     are there (`always`), by two as the metadata says (`stated`), or by one where the second is not there (`one_norm`).
-    `has_sinks`: each query head has a score that takes weight and gives nothing. `names`: modules whose tensors are
+    `has_sinks`: each query head has a score that takes weight and gives nothing. `has_latent`: keys and
+    values are made from small vectors. `names`: modules whose tensors are
     called otherwise than in `gguf_tensors.py`.
     """
 
@@ -55,6 +58,7 @@ class Architecture:
     scales: Literal["all", "logits"] | None = None
     has_window: bool = True
     has_sinks: bool = False
+    has_latent: bool = False
     experts: GgufExperts | None = None
     activation: Activation = "silu"
     gated: bool = True
@@ -106,6 +110,13 @@ ARCHITECTURES = (
         window_period=6,
         window_theta=10_000.0,
         wide_scale_layers=62,
+    ),
+    Architecture(
+        name="deepseek2",
+        rotary="interleaved",
+        has_latent=True,
+        has_window=False,
+        experts=GgufExperts(is_stated=True),
     ),
     Architecture(name="gpt2", norm="layer", activation="gelu_tanh", gated=False, rotary=None, has_window=False),
     Architecture(name="starcoder2", norm="layer", activation="gelu_tanh", gated=False, has_window=False),

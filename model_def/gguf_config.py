@@ -15,11 +15,13 @@ from graphport.model_def.block_config import (
 )
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.gguf_architectures import ARCHITECTURES, Architecture
+from graphport.model_def.gguf_experts import read_experts
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.gguf_keys import GgufKeys
+from graphport.model_def.gguf_latent import read_latent
 from graphport.model_def.gguf_rotary import read_rotary, read_window_rotary
+from graphport.model_def.latent_config import latent_scale
 from graphport.model_def.position_config import LearnedPosition
 
 # keys under the architecture's name, accepted at these values only
@@ -34,7 +36,10 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "rope.scaling.finetuned": (True, False),  # a remark on training
 }
 
-_QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias")
+_QKV_BIASES = (
+    *("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    *("attn_q_a.bias", "attn_kv_a_mqa.bias"),
+)
 _READ_ELSEWHERE = ("general.architecture", "general.type", "general.alignment", "split.count")
 
 
@@ -61,11 +66,11 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
             "final_logit_softcapping must say at what"
         )
     norm_order, has_second_norm = _order(keys, architecture)
-    has_ffn_bias = _has_any(file, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+    has_ffn_bias = file.has_any("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
     blocks = tuple(
         BlockConfig(
             attention=attention,
-            feed_forward=_experts(keys, architecture, width)
+            feed_forward=experts
             or FeedForwardConfig(
                 width=width, activation=architecture.activation, gated=architecture.gated, bias=has_ffn_bias
             ),
@@ -74,7 +79,7 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
             feed_forward_norm=has_second_norm,
             residual_scale=residual_scale,
         )
-        for attention, width in zip(attentions, widths, strict=True)
+        for attention, experts, width in zip(attentions, read_experts(keys, architecture, widths), widths, strict=True)
     )
     config = TransformerConfig(
         vocab_size=vocab_size,
@@ -107,12 +112,12 @@ def _order(keys: GgufKeys, architecture: Architecture) -> tuple[NormOrder, bool]
         case None:
             return architecture.norm_order, True
         case "always":
-            return "parallel", _has_any(keys.file, "attn_norm_2.weight")
+            return "parallel", keys.file.has_any("attn_norm_2.weight")
         case "stated":
             return "parallel" if keys.get("use_parallel_residual", True) else "pre", True
         case "one_norm":  # as llama.cpp has it, whatever use_parallel_residual says
             keys.get("use_parallel_residual")
-            return ("pre", True) if _has_any(keys.file, "ffn_norm.weight") else ("parallel", False)
+            return ("pre", True) if keys.file.has_any("ffn_norm.weight") else ("parallel", False)
 
 
 def _scales(keys: GgufKeys, architecture: Architecture, hidden_size: int) -> tuple[float, float, float]:
@@ -168,26 +173,6 @@ def _check_keys(keys: GgufKeys) -> list[str]:
     return [f"ignored metadata keys: {', '.join(sorted(ignored))}"] if ignored else []
 
 
-def _experts(keys: GgufKeys, architecture: Architecture, width: int) -> ExpertsConfig | None:
-    """The mixture of experts of every layer; `width` is that of an expert where the metadata has none of its own."""
-    fixed = architecture.experts
-    if fixed is None or not keys.get("expert_count"):
-        return None
-    return ExpertsConfig(
-        num_experts=keys.integer("expert_count"),
-        num_chosen=keys.integer("expert_used_count"),
-        width=keys.per_layer("expert_feed_forward_length", 1, width)[0],
-        normalized=fixed.normalized,
-        bias=_has_any(keys.file, "ffn_gate_exps.bias", "ffn_up_exps.bias", "ffn_down_exps.bias"),
-        router_bias=_has_any(keys.file, "ffn_gate_inp.bias"),
-        alpha=fixed.alpha,
-        up_offset=fixed.up_offset,
-        limit=fixed.limit,
-        shared_width=keys.per_layer("expert_shared_feed_forward_length", 1, width)[0] if fixed.shared_gate else None,
-        shared_gate=fixed.shared_gate,
-    )
-
-
 def _vocab_size(keys: GgufKeys) -> int:
     """The embedding's rows; `vocab_size` in the metadata must agree."""
     embedding = keys.file.tensors.get("token_embd.weight")
@@ -211,27 +196,24 @@ def _attentions(
 ) -> list[AttentionConfig]:
     num_heads = keys.per_layer("attention.head_count", num_layers)
     num_kv_heads = keys.per_layer("attention.head_count_kv", num_layers, num_heads[0])
-    if keys.get("attention.key_length") is None and hidden_size % num_heads[0]:
-        raise CheckpointError(
-            f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads[0]}) and "
-            "attention.key_length is absent"
-        )
-    head_dim = keys.per_layer("attention.key_length", 1, hidden_size // num_heads[0])[0]
-    value_dim = keys.per_layer("attention.value_length", 1, head_dim)[0]
-    if value_dim != head_dim:
-        raise CheckpointError(
-            f"{keys.file.path}: key_length is {head_dim} and value_length {value_dim}; both must be equal"
-        )
+    latent = None
+    if architecture.has_latent:
+        latent, head_dim = read_latent(keys)
+        num_kv_heads = num_heads
+    else:
+        head_dim = _head_dim(keys, hidden_size, num_heads[0])
     rotary = window_rotary = None
     if architecture.rotary is not None:
         rotary = read_rotary(keys, architecture, head_dim, max_positions, notes)
         window_rotary = read_window_rotary(keys, rotary, default_theta=architecture.window_theta)
     scale = keys.number("attention.scale")
+    if latent is not None and rotary is not None:
+        scale = latent_scale(rotary, head_dim)
     if scale is None and num_layers == architecture.wide_scale_layers:
         scale = (hidden_size / num_heads[0]) ** -0.5
-    has_qkv_bias = architecture.always_qkv_bias or _has_any(keys.file, *_QKV_BIASES)
+    has_qkv_bias = architecture.always_qkv_bias or keys.file.has_any(*_QKV_BIASES)
     windows = _windows(keys, num_layers, period=architecture.window_period) if architecture.has_window else None
-    has_qk_norm = architecture.qk_norm or (architecture.norm == "layer" and _has_any(keys.file, "attn_q_norm.weight"))
+    has_qk_norm = architecture.qk_norm or (architecture.norm == "layer" and keys.file.has_any("attn_q_norm.weight"))
     qk_norm = dataclasses.replace(norm, bias=False) if has_qk_norm else None
     softcap = keys.number("attn_logit_softcapping") if architecture.softcaps else None
     period = architecture.unrotated_period
@@ -247,8 +229,9 @@ def _attentions(
             softcap=softcap or None,
             scale=scale,
             qkv_bias=has_qkv_bias,
-            output_bias=_has_any(keys.file, "attn_output.bias"),
+            output_bias=keys.file.has_any("attn_output.bias"),
             rotary=None if not turns else rotary if window is None else window_rotary,
+            latent=latent,
             sinks=architecture.has_sinks,
         )
         for heads, kv_heads, window, turns in zip(
@@ -257,9 +240,20 @@ def _attentions(
     ]
 
 
-def _has_any(file: GgufFile, *endings: str) -> bool:
-    """Whether a block has one of the tensors; if one has, all must (the accounting sees to it)."""
-    return any(name.startswith("blk.") and name.endswith(endings) for name in file.tensors)
+def _head_dim(keys: GgufKeys, hidden_size: int, num_heads: int) -> int:
+    """The size of a head, which values must share."""
+    if keys.get("attention.key_length") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads}) and "
+            "attention.key_length is absent"
+        )
+    head_dim = keys.per_layer("attention.key_length", 1, hidden_size // num_heads)[0]
+    value_dim = keys.per_layer("attention.value_length", 1, head_dim)[0]
+    if value_dim != head_dim:
+        raise CheckpointError(
+            f"{keys.file.path}: key_length is {head_dim} and value_length {value_dim}; both must be equal"
+        )
+    return head_dim
 
 
 def _windows(keys: GgufKeys, num_layers: int, *, period: int | None) -> list[int | None]:

@@ -43,7 +43,7 @@ def read_rotary(
         theta=theta,
         partial_factor=factor,
         interleaved=architecture.rotary == "interleaved",
-        scaling=_scaling(keys, max_positions, truncates_yarn=architecture.truncates_yarn),
+        scaling=_scaling(keys, architecture, max_positions),
     )
 
 
@@ -54,7 +54,7 @@ def read_window_rotary(keys: GgufKeys, rotary: RotaryPosition, *, default_theta:
     return dataclasses.replace(rotary, theta=keys.number("rope.freq_base_swa") or default_theta, scaling=None)
 
 
-def _scaling(keys: GgufKeys, max_positions: int, *, truncates_yarn: bool) -> RotaryScaling | None:
+def _scaling(keys: GgufKeys, architecture: Architecture, max_positions: int) -> RotaryScaling | None:
     """Linear, YaRN and LongRoPE by metadata, Llama 3 by its tensor of divisors; at most one."""
     factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
     original = keys.per_layer("rope.scaling.original_context_length", 1, max_positions)[0]
@@ -70,13 +70,17 @@ def _scaling(keys: GgufKeys, max_positions: int, *, truncates_yarn: bool) -> Rot
     if kind == "linear":
         scaling = LinearScaling(factor=factor) if factor != 1.0 else None
     elif kind == "yarn":
+        # a tenth of DeepSeek's mscale_all_dim; its mscale is not stated, and the same in every model
+        all_dim = 10 * (keys.number("rope.scaling.yarn_log_multiplier") or 0.0) if architecture.has_latent else 0.0
+        growth = 1.0 if all_dim else 0.1 * math.log(factor) + 1.0  # as ggml's rope_yarn multiplies
         scaling = YarnScaling(
             factor=factor,
             original_max_positions=original,
             beta_fast=beta_fast,
             beta_slow=beta_slow,
-            attention_factor=attention_factor * (0.1 * math.log(factor) + 1.0),  # as ggml's rope_yarn multiplies
-            truncate=truncates_yarn,
+            attention_factor=attention_factor * growth,
+            mscale_all_dim=all_dim or None,
+            truncate=architecture.truncates_yarn,
         )
     elif kind == "longrope":
         if missing := [name for name in ROPE_TENSORS[1:] if name not in factors]:

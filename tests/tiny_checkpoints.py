@@ -49,6 +49,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
     "phi": "phi2",
     "gpt_neox": "gptneox",
     "cohere": "command-r",
@@ -224,7 +226,8 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
         rope = config.rope_parameters.get("full_attention", config.rope_parameters)
         writer.add_rope_freq_base(rope["rope_theta"])
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if head_dim * config.num_attention_heads != config.hidden_size:
+    is_latent = hasattr(config, "kv_lora_rank")  # whose heads have several sizes
+    if head_dim * config.num_attention_heads != config.hidden_size and not is_latent:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
 
