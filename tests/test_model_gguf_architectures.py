@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 from parity import RELATIVE_TOLERANCES
 from tiny_checkpoints import Edit, relative_difference, token_ids, write_gguf
 from tiny_decoders import DECODERS, make_decoder
@@ -228,6 +229,31 @@ def test_quantised_experts_are_read_and_exported_exactly(tmp_path: Path) -> None
     assert bundle.fusions["experts"] == 2
     assert bundle.certificate
     assert all(check.passed for check in bundle.certificate)
+
+
+def test_gpt_oss_experts_of_mxfp4_are_read(tmp_path: Path) -> None:
+    """As the published files have them: experts in 4-bit floats, their biases and the rest in floats."""
+    model, mxfp4 = _model("gpt_oss", hidden_size=64, intermediate_size=32), gguf.GGMLQuantizationType.MXFP4
+
+    def kind(name: str) -> gguf.GGMLQuantizationType:
+        is_expert = ".experts." in name and name.endswith("weight")
+        return mxfp4 if is_expert else gguf.GGMLQuantizationType.F32
+
+    path = write_gguf(tmp_path / "x.gguf", _Split(model), kind=kind, edit=_metadata("gpt_oss", model.config))
+    checkpoint = load_checkpoint(path)
+    experts = model.model.layers[1].mlp.experts
+    expected = {
+        "gate": experts.gate_up_proj[..., ::2],
+        "up": experts.gate_up_proj[..., 1::2],
+        "down": experts.down_proj,
+    }
+    for part, matrix in expected.items():
+        rows = matrix.detach().transpose(1, 2).contiguous().numpy()
+        decoded = dequantize(quantize(rows, mxfp4), mxfp4).reshape(rows.shape)
+        assert np.array_equal(checkpoint.weights[f"blocks.1.feed_forward.experts.{part}.weight"].numpy(), decoded)
+        assert np.abs(decoded - rows).max() > 0
+    bias = checkpoint.weights["blocks.1.feed_forward.experts.up.bias"]
+    assert torch.equal(bias, experts.gate_up_proj_bias.detach()[:, 1::2])
 
 
 @pytest.mark.parametrize("name", EXPERTS)
