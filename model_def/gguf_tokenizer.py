@@ -31,6 +31,10 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # of Phi-3's added tokens; the others swallow white space, which the file does not say
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -62,7 +66,8 @@ PRE_TOKENIZERS = (
     PreTokenizer(
         names=("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), splits=(r"\p{N}", _GPT2)
     ),
-    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), splits=(_GPT2,)),
+    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "jais", "exaone4"), splits=(_GPT2,)),
+    PreTokenizer(names=("olmo",), splits=(_GPT2,), form="NFC"),  # GPT-NeoX's, which llama.cpp calls so too
     PreTokenizer(
         names=("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
         splits=(_LLAMA3,),
@@ -73,6 +78,11 @@ PRE_TOKENIZERS = (
     PreTokenizer(names=("tekken",), splits=(_TEKKEN,), whole_words=True, adds_bos=True),
     PreTokenizer(names=("qwen2", "deepseek-r1-qwen"), splits=(_QWEN2,), form="NFC"),
     PreTokenizer(names=("gpt-4o",), splits=(_GPT4O,)),
+    PreTokenizer(
+        names=("deepseek-v3",),
+        splits=(r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
+        adds_bos=True,
+    ),
     PreTokenizer(names=("command-r",), splits=(r"\p{N}", _GPT2), adds_bos=True, form="NFC"),
     PreTokenizer(names=("falcon",), splits=(r"[\p{P}$+<=>^`|~]+", _GPT2), byte_splits=(r"\p{N}+", r"[0-9][0-9][0-9]")),
     PreTokenizer(names=("default",), splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
