@@ -24,9 +24,9 @@ from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import CudaSetup
 from graphport.runtime.device import DeviceError, DeviceRequest, DeviceWish
+from graphport.runtime.graph_checks import check_placement, check_signature, node_placement
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.opening import open_graph
-from graphport.runtime.session import check_placement, check_signature, node_placement
 
 
 class EncoderSession:

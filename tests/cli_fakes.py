@@ -93,6 +93,7 @@ class FakeExport:
 
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     checks: list[Any] = field(default_factory=lambda: [types.SimpleNamespace(**CHECK, inputs="a text")])
+    manifest: Any = field(default_factory=tiny_manifest)
     __path__: tuple[str, ...] = ()
 
     def export(self, *arguments: Any, **options: Any) -> Any:
@@ -100,7 +101,7 @@ class FakeExport:
         options["progress"]("tracing [30 layers]")
         return types.SimpleNamespace(
             path=arguments[1],
-            manifest=tiny_manifest(),
+            manifest=self.manifest,
             text_manifest=None,
             fusions={"pack_qkv": 30},
             certificate=self.checks,

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,26 @@ def test_the_command_to_run_next_can_be_copied_whatever_the_folder_is_called(
 ) -> None:
     assert main(["export", "model.gguf", "my models/a$b"]) == 0
     assert "next: graphport generate 'my models/a$b' " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "has", "command"),
+    [
+        ("encoder", {}, 'graphport embed out "A sentence to embed."'),
+        ("encoder", {"classifier": 1}, "graphport report out, or load it in Python to classify texts"),
+        ("encoder", {"masked_head": 1}, "graphport report out, or load it in Python to fill masks"),
+        ("image_encoder", {}, "graphport report out, or load it in Python for its images"),
+        ("encoder_decoder", {"encoder": SimpleNamespace(audio=None)}, "graphport generate out "),
+        ("encoder_decoder", {"encoder": SimpleNamespace(audio=1)}, "graphport transcribe out recording.wav"),
+    ],
+)
+def test_every_kind_of_bundle_has_a_command_to_run_next(
+    kind: str, has: dict[str, Any], command: str, fake_export: FakeExport, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SimpleNamespace(**{"classifier": None, "masked_head": None, "encoder": None, **has})
+    fake_export.manifest = SimpleNamespace(kind=kind, config=config, files=tiny_manifest().files)
+    assert main(["export", "model", "out"]) == 0
+    assert f"next: {command}" in capsys.readouterr().err
 
 
 def test_export_prints_the_path_on_stdout_and_tables_on_stderr(

@@ -31,7 +31,7 @@ from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import SamplingParams, load
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 
 STAGED = tuple(DECODERS)
 LENGTH = 40  # beyond the windows

@@ -47,7 +47,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import ENCODER_GRAPH_FILE, GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import LanguageModel, SamplingParams, load
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 
 IDS = [START, *source_ids(20, seed=1)]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)

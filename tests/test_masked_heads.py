@@ -34,7 +34,7 @@ from graphport.model_def.readout_config import MaskedHeadConfig
 from graphport.model_def.signature import GRAPH_FILE, encoder_signature
 from graphport.model_def.transformer import Transformer
 from graphport.runtime import Encoder, load_encoder
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify
 
 EXPORTED = ("bert", "electra", "modernbert")  # token types, embeddings of their own width, rotary without biases

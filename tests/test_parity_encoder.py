@@ -34,7 +34,7 @@ from graphport.model_def.ops import pool
 from graphport.model_def.readout_config import PoolingConfig, PoolingKind
 from graphport.model_def.signature import GRAPH_FILE, Signature, TensorSpec, encoder_signature
 from graphport.model_def.transformer import Transformer
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify
 
 CONFIGS = {name: config for name, config in tiny_encoder_configs().items() if config.head == "none"}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from parity import assert_parity
 
 from graphport.runtime import Encoder, load_encoder
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("minilm")]
 

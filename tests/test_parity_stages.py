@@ -25,7 +25,7 @@ from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.signature import GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import SamplingParams, load
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 
 CONFIGS = tiny_configs()
 KINDS = sorted(CONFIGS)

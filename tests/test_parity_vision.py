@@ -26,7 +26,7 @@ from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.verify import fresh_certificate
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GRAPH_FILE
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify
 
 # one of each way to cut, add, norm and read out

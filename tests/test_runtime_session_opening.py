@@ -35,7 +35,8 @@ from graphport.model_def.signature import (
 )
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.device import DeviceError, default_threads
-from graphport.runtime.session import Session, check_placement, check_signature
+from graphport.runtime.graph_checks import check_placement, check_signature
+from graphport.runtime.session import Session
 
 TOLERANCE = TOLERANCES["tiny bundle", "float32"]
 

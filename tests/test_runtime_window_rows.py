@@ -28,8 +28,9 @@ from graphport.model_def.window_rows import REWIND_ROOM, WindowRows, moving_laye
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.draft_model import DraftModel
+from graphport.runtime.graph_checks import check_config
 from graphport.runtime.kv_cache import KVCache
-from graphport.runtime.session import Session, check_config
+from graphport.runtime.session import Session
 from graphport.runtime.verification import verify
 
 CONTEXT = 400

@@ -35,7 +35,7 @@ from graphport.model_def.position_config import ConfigError
 from graphport.model_def.readout_config import PoolingConfig, SimilarityConfig
 from graphport.model_def.signature import GRAPH_FILE, ManifestError, Signature, encoder_signature
 from graphport.runtime import DualEncoder, load, load_dual_encoder, load_encoder
-from graphport.runtime.session import SHAPE_OPS
+from graphport.runtime.graph_checks import SHAPE_OPS
 
 TEXTS = ("a photo of a cat", "", "The quick brown fox jumps over the lazy dog.", "Größe", "tokens, tokenizer")
 EXPORTED = ("clip", "siglip")

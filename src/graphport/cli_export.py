@@ -109,20 +109,25 @@ def export(
     if BARE_GRAPH_FILE in bundle.manifest.files and not no_prepare:
         pack_after_export(bundle.path)
     print(bundle.path)
-    texts = bundle.text_manifest or bundle.manifest
-    if TOKENIZER_FILE in texts.files and texts.kind == "encoder":
-        cli_tables.print_line(f'next: graphport embed {shlex.quote(str(bundle.path))} "A sentence to embed."')
-    elif TOKENIZER_FILE in bundle.manifest.files:
-        question = '"What is the capital of France?"'
-        cli_tables.print_line(f"next: graphport generate {shlex.quote(str(bundle.path))} {question}")
-    elif bundle.manifest.kind == "image_encoder":
-        cli_tables.print_line(
-            f"next: graphport report {shlex.quote(str(bundle.path))}, or load it in Python for its images"
-        )
-    else:
-        cli_tables.print_line(
-            f"next: graphport report {shlex.quote(str(bundle.path))} (without a tokenizer it takes ids)"
-        )
+    cli_tables.print_line(f"next: {_next_step(bundle)}")
+
+
+def _next_step(bundle: "Bundle") -> str:
+    """What a bundle of its kind is for."""
+    texts, path = bundle.text_manifest or bundle.manifest, shlex.quote(str(bundle.path))
+    if texts.kind == "image_encoder":
+        return f"graphport report {path}, or load it in Python for its images"
+    if TOKENIZER_FILE not in texts.files:
+        return f"graphport report {path} (without a tokenizer it takes ids)"
+    if texts.kind == "encoder":
+        if texts.config.classifier is not None:
+            return f"graphport report {path}, or load it in Python to classify texts"
+        if texts.config.masked_head is not None:
+            return f"graphport report {path}, or load it in Python to fill masks"
+        return f'graphport embed {path} "A sentence to embed."'
+    if texts.config.encoder is not None and texts.config.encoder.audio is not None:
+        return f"graphport transcribe {path} recording.wav"
+    return f'graphport generate {path} "What is the capital of France?"'
 
 
 def _files_of(bundle: "Bundle") -> "Mapping[str, FileRecord]":
