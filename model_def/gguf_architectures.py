@@ -40,9 +40,8 @@ class Architecture:
     together, None where positions have a table of their own. `truncates_yarn` False: YaRN's limits are no whole
     numbers. `parallel`: attention and feed-forward stand beside each other, by two norms where the tensors of a second
     are there (`always`), by two as the metadata says (`stated`), or by one where the second is not there (`one_norm`).
-    `has_sinks`: each query head has a score that takes weight and gives nothing. `has_latent`: keys and
-    values are made from small vectors. `names`: modules whose tensors are
-    called otherwise than in `gguf_tensors.py`.
+    `has_sinks`: each query head has a score that takes weight and gives nothing. `has_latent`: keys and values are
+    made from small vectors. `names`: modules whose tensors are called otherwise than in `gguf_tensors.py`.
     """
 
     name: str
