@@ -4,7 +4,9 @@ In: a graph file. Out: logits. Only as much of a cache as the runs need (see `de
 keep no more than their window lose their oldest rows here too. The runtime proper is `graphport.runtime`.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -31,14 +33,21 @@ from graphport.model_def.window_rows import rows_of
 class CachedGraph:
     """A `CachedModel` over the graph at `path`, for texts of at most `capacity` tokens.
 
-    `window_layers`: as in `signature.decoder_signature`.
+    `window_layers`: as in `signature.decoder_signature`. `beside`: of slots, inputs that a decoder alone has not.
     """
 
     def __init__(
-        self, path: Path, config: TransformerConfig, *, capacity: int, window_layers: tuple[int, ...] = ()
+        self,
+        path: Path,
+        config: TransformerConfig,
+        *,
+        capacity: int,
+        window_layers: tuple[int, ...] = (),
+        beside: Callable[[slice], Mapping[str, NDArray[Any]]] = lambda _: {},
     ) -> None:
         self._session = open_on_cpu(path, optimize=True)
         self._capacity = capacity
+        self._beside = beside
         self._inputs = {node.name: node for node in self._session.get_inputs()}
         layers = range(config.num_layers)
         self._names = [(past_key(i), present_key(i)) for i in layers]
@@ -76,6 +85,7 @@ class CachedGraph:
             (LOGITS_ROWS, wanted.astype(np.int64)),
             (WINDOW_SEQLENS_K, (held - 1).astype(np.int32)),
             (WINDOW_TOTAL_SEQUENCE_LENGTH, np.array(held.max(), np.int32)),
+            *self._beside(slots).items(),
         ):
             if name in self._inputs:
                 binding.bind_cpu_input(name, value)

@@ -42,6 +42,8 @@ SHIPPED_NAME = "the graph that ships"
 class DecoderEvidence:
     """Evidence on the ids of `inputs`, by default those of the text that ships."""
 
+    source: ir.Model | None = None
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -81,16 +83,7 @@ class DecoderEvidence:
 
     def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
         """What a bundle of the plan's precision and cache is held to."""
-        precision, cache = plan.precision, plan.cache
-        if cache is None and precision.weight_bits is None and precision.activations == "float32":
-            exact = [
-                Limit(against="original", figure=figure, tolerance=TOLERANCES["compiled", figure])
-                for figure in ("max_abs", "rms")
-            ]
-            return (*exact, _SAME_KERNELS)
-        weights = 0.0 if precision.name == "fp32" else TOLERANCES[precision.name, "kl"]
-        rounding = weights + (0.0 if cache is None else TOLERANCES[f"{cache.name} cache", "kl"])
-        return (Limit(against="original", figure="kl", tolerance=rounding), _OTHER_KERNELS, _SAME_KERNELS)
+        return cache_limits(plan)
 
     def certify_stages(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
@@ -141,3 +134,17 @@ class DecoderEvidence:
         figure = "max_abs" if plan.precision.weight_bits is None else "kl"
         level = guilty_level(folder, plan, self.inputs.ids, self._logits, figure=figure, tolerance=check.tolerance)
         return dataclasses.replace(check, detail=f"{check.detail}; {level}")
+
+
+def cache_limits(plan: CompilePlan) -> tuple[Limit, ...]:
+    """What logits over the plan's precision and cache are held to."""
+    precision, cache = plan.precision, plan.cache
+    if cache is None and precision.weight_bits is None and precision.activations == "float32":
+        exact = [
+            Limit(against="original", figure=figure, tolerance=TOLERANCES["compiled", figure])
+            for figure in ("max_abs", "rms")
+        ]
+        return (*exact, _SAME_KERNELS)
+    weights = 0.0 if precision.name == "fp32" else TOLERANCES[precision.name, "kl"]
+    rounding = weights + (0.0 if cache is None else TOLERANCES[f"{cache.name} cache", "kl"])
+    return (Limit(against="original", figure="kl", tolerance=rounding), _OTHER_KERNELS, _SAME_KERNELS)

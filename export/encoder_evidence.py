@@ -61,6 +61,7 @@ class EncoderEvidence:
     """Evidence of an encoder on what `feed` holds."""
 
     layers: Mapping[str, Any] = {}  # errors by layer are measured for decoders
+    source: ir.Model | None = None
 
     def __init__(self, config: TransformerConfig, feed: Feed, *, model: Transformer, seed: int) -> None:
         self.inputs = feed.inputs

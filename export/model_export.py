@@ -13,11 +13,10 @@ import onnx_ir as ir
 
 from graphport.export.bare_graph import write_bare_graph
 from graphport.export.bundle import Bundle, bundle_folder, check_destination, write_graph
-from graphport.export.bundle_certificate import add_certificate, bundle_certificate, describe_candidate
+from graphport.export.bundle_certificate import add_certificate, bundle_certificate
 from graphport.export.bundle_records import write_records
 from graphport.export.calibration import Calibration, read_calibration
 from graphport.export.certify import calibrate_cache
-from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence, add_checks
 from graphport.export.export_limits import (
     longest_context,
     note_pictures,
@@ -231,7 +230,7 @@ def _account(
 def _certify(
     opened: SourceModel,
     plan: CompilePlan,
-    evidence: KindEvidence | EncoderDecoderEvidence,
+    evidence: KindEvidence,
     folder: Path,
     manifest: Manifest,
     stages: tuple[Check, ...],
@@ -239,8 +238,6 @@ def _certify(
     observe: Callable[[str], None],
 ) -> tuple[tuple[Check, ...], Manifest]:
     """Run what ships in `folder`, and write its certificate. Raises ParityError; all checks, and the new manifest."""
-    if isinstance(evidence, EncoderDecoderEvidence):
-        return stages, add_checks(folder, manifest, describe_candidate(plan), stages)
     certificate = bundle_certificate(
         opened, plan, evidence, folder=folder, manifest=manifest, stages=stages, observe=observe
     )
@@ -248,11 +245,9 @@ def _certify(
     return certificate.checks, add_certificate(folder, manifest, certificate)
 
 
-def _write_encoder(
-    evidence: KindEvidence | EncoderDecoderEvidence, plan: CompilePlan, folder: Path
-) -> tuple[PassReport, ...]:
+def _write_encoder(evidence: KindEvidence, plan: CompilePlan, folder: Path) -> tuple[PassReport, ...]:
     """The second graph of an encoder-decoder, compiled and written; what was fused in it."""
-    if not isinstance(evidence, EncoderDecoderEvidence):
+    if evidence.source is None:
         return ()
     encoder, reports = compile_source(evidence.source, plan)
     write_source(encoder, folder)
@@ -261,7 +256,7 @@ def _write_encoder(
 
 def _compiled(
     exported: ir.Model,
-    evidence: KindEvidence | EncoderDecoderEvidence,
+    evidence: KindEvidence,
     plan: CompilePlan,
     folder: Path,
     *,

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import onnx_ir as ir
 from torch import nn
 
-from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
 from graphport.export.decoder_evidence import DecoderEvidence
+from graphport.export.encoder_decoder_evidence import EncoderDecoderEvidence
 from graphport.export.encoder_evidence import EncoderEvidence, Feed
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.image_feed import ImageFeed
@@ -36,11 +36,12 @@ class KindEvidence(Protocol):
     """What a kind of model is compared on, and the evidence of each stage.
 
     `inputs`: what the certificate's runs feed. `uncovered`: what they do not reach, in words. `original`: by output,
-    rows of the eager module. `layers`: by graph, errors of each place.
+    rows of the eager module. `layers`: by graph, errors of each place. `source`: the exported graph of the encoder that
+    an encoder-decoder has beside the traced one.
     """
 
     @property
-    def inputs(self) -> Inputs: ...  # noqa: D102 - above, as the next three
+    def inputs(self) -> Inputs: ...  # noqa: D102 - above, as the next four
 
     @property
     def uncovered(self) -> tuple[str, ...]: ...  # noqa: D102
@@ -50,6 +51,9 @@ class KindEvidence(Protocol):
 
     @property
     def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
+
+    @property
+    def source(self) -> ir.Model | None: ...  # noqa: D102
 
     def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
         """What a bundle made by `plan` is held to."""
@@ -83,7 +87,7 @@ class MakesEvidence(Protocol):
         seed: int,
         model: Transformer,
         inputs: Inputs | None = None,
-    ) -> "KindEvidence | EncoderDecoderEvidence": ...
+    ) -> KindEvidence: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

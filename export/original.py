@@ -56,7 +56,8 @@ def reference_texts(opened: SourceModel) -> tuple[TextEvidence | None, tuple[str
         return None, ("tokenizer: the source has none",)
     tokenizer = plain_tokenizer(opened.tokenizer_json)
     template = opened.chat_template
-    if template is None and not opened.model.config.is_decoder:
+    writes_chats = opened.model.config.is_decoder and opened.model.config.encoder is None
+    if template is None and not writes_chats:
         return text_evidence(tokenizer, None), ()
     if template is None:
         return text_evidence(tokenizer, None), ("chat template: the source has none",)

@@ -8,14 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from graphport.export.certify import text_ids
-from graphport.model_def.audio_config import num_frames
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.parity_text import PARITY_TEXT
-
-Source = Sequence[int] | NDArray[np.float32]  # ids, or features [M, F]
+from graphport.model_def.seeded_sources import Source, seeded_features
 
 
 def example_sources(
@@ -23,12 +20,18 @@ def example_sources(
 ) -> list[Source]:
     """A source for each of `lengths`, cut to the encoder's positions; recordings are all as long as it reads."""
     if config.audio is not None:
-        shape = (len(lengths), config.audio.mel_bins, num_frames(config.max_positions))
-        return list(np.random.default_rng(seed).uniform(-1.0, 1.0, shape).astype(np.float32))  # as log-mel features
+        return list(seeded_features(config, len(lengths), seed=seed))
+    return list(example_texts(config, tokenizer_json, lengths=lengths, seed=seed))
+
+
+def example_texts(
+    config: TransformerConfig, tokenizer_json: str | None, *, lengths: Sequence[int], seed: int
+) -> tuple[tuple[int, ...], ...]:
+    """Ids for each of `lengths`, cut to the encoder's positions, one after the other in the text that ships."""
     short = [min(length, config.max_positions) for length in lengths]
     ids = text_ids(PARITY_TEXT, config, tokenizer_json, length=sum(short), seed=seed)
     starts = itertools.accumulate(short, initial=0)
-    return [ids[start : start + length] for start, length in zip(starts, short, strict=False)]
+    return tuple(tuple(ids[start : start + length]) for start, length in zip(starts, short, strict=False))
 
 
 def source_tensor(source: Source) -> torch.Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from graphport.export.bundle_certificate import describe_candidate
-from graphport.export.certify_encoder_decoder import EncoderDecoderEvidence
 from graphport.export.encoder_parity import STATE_TOLERANCES
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.model_kinds import kind_of
@@ -65,7 +64,6 @@ def fresh_certificate(
         model=opened.model,
         inputs=None if stored is None else stored.inputs,
     )
-    assert not isinstance(evidence, EncoderDecoderEvidence)  # see `verify_encoder_decoder.py`
     draft = draft_certificate(
         opened,
         evidence,

@@ -1,6 +1,7 @@
-"""What the runs of a certificate feed, by kind of model: one text, texts of several lengths, or seeded images.
+"""What the runs of a certificate feed, by kind of model: one text, several texts, seeded images, sources and a text.
 
-In: ids, or the sizes of images. Out: records and their JSON, checked against a configuration. It tokenizes nothing.
+In: ids, sizes of images, numbers of recordings. Out: records and their JSON, checked against a configuration. It
+tokenizes nothing.
 """
 
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import Kind
 from graphport.model_def.vision_config import Size
+
+MOST_RECORDINGS = 16  # of a certificate that is read
 
 
 class Row(NamedTuple):
@@ -82,7 +85,44 @@ class ImageInputs:
         return next((f"has images that do not fit: {words}" for words in problems if words), None)
 
 
-Inputs = TextInputs | RowInputs | ImageInputs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceInputs:
+    """An encoder-decoder's sources, and the ids of the text that its decoder reads after each.
+
+    `sources`: ids of each, none of a model that hears; that has `num_recordings` (see `seeded_sources.py`).
+    """
+
+    kind: ClassVar[Kind] = "encoder_decoder"
+    origin: str
+    seed: int
+    sources: tuple[tuple[int, ...], ...]
+    num_recordings: int
+    ids: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "origin": self.origin,
+            "seed": self.seed,
+            "sources": [list(source) for source in self.sources],
+            "num_recordings": self.num_recordings,
+            "ids": list(self.ids),
+        }
+
+    def problem(self, config: TransformerConfig) -> str | None:
+        """Why a model of `config` cannot read them."""
+        encoder = config.encoder
+        hears = encoder is not None and encoder.audio is not None
+        if encoder is None or hears != (self.num_recordings > 0) or hears == bool(self.sources) or self.seed < 0:
+            return "is for sources of another kind, or for none"
+        if any(len(source) > encoder.max_positions for source in self.sources):
+            return "has sources longer than the model reads"
+        if self.num_recordings > MOST_RECORDINGS:
+            return f"has {self.num_recordings} recordings, more than any certificate ({MOST_RECORDINGS})"
+        return (None if hears else _ids_problem(encoder, list(self.sources))) or _ids_problem(config, [self.ids])
+
+
+Inputs = TextInputs | RowInputs | ImageInputs | SourceInputs
 
 
 def read_inputs(kind: Kind, data: Mapping[str, Any]) -> Inputs:
@@ -93,6 +133,14 @@ def read_inputs(kind: Kind, data: Mapping[str, Any]) -> Inputs:
     if kind == "encoder":
         pairs = zip(data["rows"], data["types"], strict=True)
         return RowInputs(origin=origin, rows=tuple(Row(_ids(ids), _ids(types)) for ids, types in pairs))
+    if kind == "encoder_decoder":
+        return SourceInputs(
+            origin=origin,
+            seed=int(data["seed"]),
+            sources=tuple(map(_ids, data["sources"])),
+            num_recordings=int(data["num_recordings"]),
+            ids=_ids(data["ids"]),
+        )
     sizes = tuple((int(height), int(width)) for height, width in data["sizes"])
     return ImageInputs(origin=origin, seed=int(data["seed"]), sizes=sizes)
 

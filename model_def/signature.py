@@ -61,6 +61,7 @@ EMBEDDINGS = "embeddings"
 PIXEL_VALUES = "pixel_values"
 INPUT_FEATURES = "input_features"
 SOURCE_LENGTHS = "source_lengths"
+SOURCE_CAPACITY_STEP = 64  # tokens by which room for sources grows: attention to a source costs what the room is
 
 CAPACITY, WINDOW_CAPACITY = "capacity", "window_capacity"
 

@@ -10,12 +10,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.certified_inputs import ImageInputs, Inputs, Row, RowInputs, TextInputs
+from graphport.model_def.certified_inputs import ImageInputs, Inputs, Row, RowInputs, SourceInputs, TextInputs
 from graphport.model_def.decoder_runs import planned_runs
 from graphport.model_def.encoder_runs import image_runs, text_runs
 from graphport.model_def.played_runs import Evidence, References, play_runs
 from graphport.model_def.seeded_images import IMAGES_A_SIZE, seeded_images
+from graphport.model_def.seeded_sources import certified_sources
 from graphport.model_def.signature import Kind
+from graphport.model_def.source_runs import planned_source_runs
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import Device, DeviceWish, default_threads
 from graphport.runtime.encoder_session import EncoderSession
@@ -65,6 +67,22 @@ def _open_decoder(
     return CertifiedModel(device=session.device, is_prepared=session.is_prepared, play=play)
 
 
+def _open_encoder_decoder(
+    bundle: BundleFiles, inputs: Inputs, device: DeviceWish, threads: int | None, prepared: bool
+) -> CertifiedModel:
+    assert isinstance(inputs, SourceInputs)
+    config, length = bundle.manifest.config, len(inputs.ids)
+    limits = RunLimits(max_batch=_MOST_ROWS_AT_ONCE, max_length=length, prefill_chunk=length)
+    session = Session(bundle, device=device, limits=limits, threads=threads, prepared=prepared)
+    model = ServedModel(session, max_length=length)
+    runs = planned_source_runs(config, certified_sources(config, inputs), inputs.ids)
+
+    def play(references: References, *, observe: Observe) -> Evidence:
+        return play_runs(model, runs, references, observe=observe)
+
+    return CertifiedModel(device=session.device, is_prepared=session.is_prepared, play=play)
+
+
 def _open_encoder(
     bundle: BundleFiles, inputs: Inputs, device: DeviceWish, threads: int | None, prepared: bool
 ) -> CertifiedModel:
@@ -100,6 +118,7 @@ def _open_image_encoder(
 
 _OPENS: dict[Kind, Callable[[BundleFiles, Inputs, DeviceWish, int | None, bool], CertifiedModel]] = {
     "decoder": _open_decoder,
+    "encoder_decoder": _open_encoder_decoder,
     "encoder": _open_encoder,
     "image_encoder": _open_image_encoder,
 }

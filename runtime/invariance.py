@@ -78,7 +78,7 @@ class _Comparison:
         room = len(ids) - self._new
         ends = [int(share * room) for share in accumulate(_SHARES)]
         self._prompts = [list(ids[begin : max(end, begin + 2)]) for begin, end in pairwise([0, *ends])]
-        self._other_shapes = OTHER_SHAPES if _is_exact(bundle.manifest) else ROUNDED
+        self._other_shapes = OTHER_SHAPES if is_exact(bundle.manifest) else ROUNDED
 
     def checks(self) -> tuple[Check, ...]:
         """All checks, each opened anew so that no earlier one shows."""
@@ -197,16 +197,21 @@ class _Comparison:
         )
 
     def _check_rows(self, name: str, words: str, wanted: Rows, found: Rows, *, exact: bool) -> Check:
-        gap = np.abs(log_softmax(wanted) - log_softmax(found))
-        places = np.arange(len(wanted)), wanted.argmax(axis=1)
-        likely = gap[log_softmax(wanted) > np.log(1e-4)]
-        return Check(
-            name=f"invariance: {name}",
-            measured=float(likely.max()) if np.isfinite(gap).all() else float("inf"),
-            tolerance=SAME_KERNELS if exact else self._other_shapes,
-            detail=f"{len(wanted)} rows, ids above 1e-4; best id {float(gap[places].max()):.3g}",
-            inputs=words,
-        )
+        return rows_check(name, words, wanted, found, tolerance=SAME_KERNELS if exact else self._other_shapes)
+
+
+def rows_check(name: str, words: str, wanted: Rows, found: Rows, *, tolerance: float) -> Check:
+    """A check of logits [S, V] of the same tokens: the largest difference of a log-probability that matters."""
+    gap = np.abs(log_softmax(wanted) - log_softmax(found))
+    places = np.arange(len(wanted)), wanted.argmax(axis=1)
+    likely = gap[log_softmax(wanted) > np.log(1e-4)]
+    return Check(
+        name=f"invariance: {name}",
+        measured=float(likely.max()) if np.isfinite(gap).all() else float("inf"),
+        tolerance=tolerance,
+        detail=f"{len(wanted)} rows, ids above 1e-4; best id {float(gap[places].max()):.3g}",
+        inputs=words,
+    )
 
 
 def answer_difference(wanted: GenerationOutput, found: GenerationOutput) -> float:
@@ -224,6 +229,6 @@ def answer_difference(wanted: GenerationOutput, found: GenerationOutput) -> floa
     return largest
 
 
-def _is_exact(manifest: Manifest) -> bool:
+def is_exact(manifest: Manifest) -> bool:
     """Whether activations and cache are float32, so that only the order of sums can matter."""
     return manifest.precision == "fp32" and manifest.cache_dtype == "float32"

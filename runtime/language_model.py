@@ -85,8 +85,6 @@ def load_language_model(
     CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
     files = open_bundle(bundle)
-    if strict and files.encoder is not None:
-        raise ValueError(f"strict=True needs a certificate with rows, and {files.folder} is an encoder-decoder")
     certificate = require_certified(files) if strict else None
     choice = tuned_choice(files, device=device) if tuned and not strict else None
     if choice is not None:

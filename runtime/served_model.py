@@ -6,12 +6,16 @@ In: an open session. Out: logits, through the serving code alone. It compares no
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.seeded_sources import Source
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.session import Session
 
 
 class ServedModel:
-    """A `CachedModel` over a Session; every `open_cache` makes a new cache, which grows as it would in service."""
+    """A `CachedModel` over a Session, a `SourceModel` where that has an encoder.
+
+    Every `open_cache` makes a new cache, which grows as it would in service.
+    """
 
     def __init__(self, session: Session, *, max_length: int) -> None:
         self._session = session
@@ -25,6 +29,10 @@ class ServedModel:
         for _ in range(num_slots):
             cache.claim()
         self._cache = cache
+
+    def encode(self, slot: int, source: Source) -> None:
+        """See SourceModel."""
+        self._session.encode(self._need_cache(), slot, source)
 
     def step(
         self, ids: NDArray[np.int64], rows: NDArray[np.int64] | None = None, *, first_slot: int = 0

@@ -10,11 +10,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import DType, TensorSpec
+from graphport.model_def.signature import SOURCE_CAPACITY_STEP, DType, TensorSpec
 from graphport.runtime.cache_buffer import CacheBuffer
 from graphport.runtime.memory import ELEMENT_BYTES, require_memory
-
-_STEP = 64  # tokens by which capacity grows: attention to a source costs what the capacity is
 
 
 def source_bytes_per_token(specs: Sequence[TensorSpec]) -> int:
@@ -77,7 +75,7 @@ class SourceRows:
         if num_slots <= self._num_slots and length <= self.capacity:
             return
         slots = max(self._num_slots, min(max(num_slots, 2 * self._num_slots), self._max_slots))
-        capacity = max(self.capacity, min(-(-length // _STEP) * _STEP, self.max_length))
+        capacity = max(self.capacity, min(-(-length // SOURCE_CAPACITY_STEP) * SOURCE_CAPACITY_STEP, self.max_length))
         require_memory(
             source_bytes_per_token(self.specs) * slots * capacity,
             self._free(),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 
 from graphport.model_def.certificate import certified_files
 from graphport.model_def.file_hashes import record_file
@@ -40,12 +40,14 @@ def _rewrite_manifest(bundle: Path) -> None:
     (bundle / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def edit_graph(bundle: Path, change: Callable[[onnx.ModelProto], None]) -> None:
-    """Change the graph or its weights; all hashes agree again."""
-    model = onnx.load(bundle / GRAPH_FILE)
+def edit_graph(
+    bundle: Path, change: Callable[[onnx.ModelProto], None], *, graph: str = GRAPH_FILE, weights: str = WEIGHTS_FILE
+) -> None:
+    """Change a graph or its weights; all hashes agree again."""
+    model = onnx.load(bundle / graph)
     change(model)
-    (bundle / WEIGHTS_FILE).unlink(missing_ok=True)
-    onnx.save(model, bundle / GRAPH_FILE, save_as_external_data=True, location=WEIGHTS_FILE, size_threshold=1024)
+    (bundle / weights).unlink(missing_ok=True)
+    onnx.save(model, bundle / graph, save_as_external_data=True, location=weights, size_threshold=1024)
     rehash(bundle)
 
 
@@ -63,3 +65,21 @@ def edit_attribute(model: onnx.ModelProto, op_type: str, name: str, value: float
     assert found, (op_type, name)
     for attribute in found:
         attribute.CopyFrom(onnx.helper.make_attribute(name, value))
+
+
+def lose_last_token(model: onnx.ModelProto) -> None:
+    """Layer 1 writes each step's tokens one place too early, over the last that is cached."""
+    graph = model.graph
+    added = [
+        helper.make_node("Shape", ["input_ids"], ["fault_shape"], start=1, end=2),
+        helper.make_node("Squeeze", ["fault_shape"], ["fault_new"]),
+        helper.make_node("Cast", ["total_sequence_length"], ["fault_total"], to=onnx.TensorProto.INT64),
+        helper.make_node("Less", ["fault_new", "fault_total"], ["fault_has_past"]),
+        helper.make_node("Cast", ["fault_has_past"], ["fault_one"], to=onnx.TensorProto.INT32),
+        helper.make_node("Sub", ["seqlens_k", "fault_one"], ["fault_seqlens"]),
+    ]
+    attention = [node for node in graph.node if node.op_type == "GroupQueryAttention"][1]
+    at = list(attention.input).index("seqlens_k")
+    attention.input[at] = "fault_seqlens"
+    for node in reversed(added):
+        graph.node.insert(0, node)

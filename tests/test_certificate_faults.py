@@ -8,8 +8,7 @@ from shutil import copytree
 import numpy as np
 import onnx
 import pytest
-from certificates import edit_attribute, edit_graph, edit_weight, rehash
-from onnx import helper
+from certificates import edit_attribute, edit_graph, edit_weight, lose_last_token, rehash
 from tiny_graphs import tiny_model
 from tiny_sources import write_tiny_source
 
@@ -56,24 +55,6 @@ def flip_packed_bit(model: onnx.ModelProto) -> None:
 def transpose_block(values: np.ndarray) -> np.ndarray:
     values[16:32, 16:32] = values[16:32, 16:32].T.copy()
     return values
-
-
-def lose_last_token(model: onnx.ModelProto) -> None:
-    """Layer 1 writes each step's tokens one place too early, over the last that is cached."""
-    graph = model.graph
-    added = [
-        helper.make_node("Shape", ["input_ids"], ["fault_shape"], start=1, end=2),
-        helper.make_node("Squeeze", ["fault_shape"], ["fault_new"]),
-        helper.make_node("Cast", ["total_sequence_length"], ["fault_total"], to=onnx.TensorProto.INT64),
-        helper.make_node("Less", ["fault_new", "fault_total"], ["fault_has_past"]),
-        helper.make_node("Cast", ["fault_has_past"], ["fault_one"], to=onnx.TensorProto.INT32),
-        helper.make_node("Sub", ["seqlens_k", "fault_one"], ["fault_seqlens"]),
-    ]
-    attention = [node for node in graph.node if node.op_type == "GroupQueryAttention"][1]
-    at = list(attention.input).index("seqlens_k")
-    attention.input[at] = "fault_seqlens"
-    for node in reversed(added):
-        graph.node.insert(0, node)
 
 
 FAULTS: dict[str, tuple[str, Change, str]] = {

@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from certificates import edit_graph, edit_weight
 from parity import assert_parity
 from tiny_encoder_decoders import (
     END,
@@ -41,15 +42,17 @@ from graphport.export.source_graph import compile_source, trace_source, write_so
 from graphport.export.source_runner import SourceRunner
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
-from graphport.export.verify_encoder_decoder import verify_encoder_decoder
+from graphport.export.verify import fresh_certificate
 from graphport.model_def.checkpoint import load_checkpoint
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.signature import ENCODER_GRAPH_FILE, GRAPH_FILE, decoder_signature
+from graphport.model_def.signature import ENCODER_GRAPH_FILE, ENCODER_WEIGHTS_FILE, GRAPH_FILE, decoder_signature
 from graphport.model_def.transformer import CachedDecoder, Transformer
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.graph_checks import SHAPE_OPS
+from graphport.runtime.verification import verify
 
 IDS = [START, *source_ids(20, seed=1)]
+RUNS = ("prefill", "decode", "chunked prefill", "rewind", "ragged batch", "another source")
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
 
@@ -68,7 +71,7 @@ class Staged:
         """A bundle from the trace that is there."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("graphport.export.model_export.torch_to_onnx", lambda *_: self.decoder.clone())
-            patch.setattr("graphport.export.certify_encoder_decoder.trace_source", lambda *_: self.encoder.clone())
+            patch.setattr("graphport.export.encoder_decoder_evidence.trace_source", lambda *_: self.encoder.clone())
             return export(self.folder / "source", out, **options)
 
     @property
@@ -223,21 +226,42 @@ def test_all_that_computes_lands_on_cuda(staged: Staged, cuda: cuda_stubs.Placer
 
 
 def test_verify_runs_the_evidence_again_and_finds_other_weights(staged: Staged, tmp_path: Path) -> None:
-    checks = verify_encoder_decoder(staged.bundle, against=staged.folder / "source")
-    assert len(checks) == 3
-    assert all(check.passed for check in checks)
+    fresh, _ = fresh_certificate(staged.bundle, staged.folder / "source")  # there is none: exported without evidence
+    result = verify(staged.bundle, certificate=fresh, threads=1)
+    assert len(result.checks) == 13
+    assert result.passed
     make_encoder_decoder(staged.name, seed=1).save_pretrained(tmp_path)
-    assert [check.passed for check in verify_encoder_decoder(staged.bundle, against=tmp_path)] == [True, True, False]
+    fresh, _ = fresh_certificate(staged.bundle, tmp_path)
+    assert [check.passed for check in verify(staged.bundle, certificate=fresh, threads=1).checks] == [True] + 12 * [
+        False
+    ]
 
 
 def test_int8_bundles_hold_to_eager_within_their_limit(staged: Staged, tmp_path: Path) -> None:
     bundle = staged.export(tmp_path / "bundle", context=64)  # int8 is what floats get
     assert bundle.manifest.precision == "int8"
-    assert {check.name.partition(":")[0] for check in bundle.certificate} == {"exported", "compiled", "int8"}
+    stages = {check.name.partition(":")[0] for check in bundle.certificate}
+    assert stages == {"exported", "compiled", "int8", *RUNS}
     for graph in (GRAPH_FILE, ENCODER_GRAPH_FILE):
         assert kernels(tmp_path / "bundle" / graph)["MatMulNBits"] > 4
-    with load(tmp_path / "bundle", threads=1) as lm:
+    with load(tmp_path / "bundle", threads=1, strict=True) as lm:
         assert lm.generate(staged.sources[:1], GREEDY)[0].token_ids
+    found = {check.name: check.measured for check in verify(tmp_path / "bundle", threads=1).checks}
+    assert found["decode: rms against itself as exported"] < 1e-6
+    assert 1e-6 < found["decode: kl against eager PyTorch"] < 0.05
+    edit_graph(tmp_path / "bundle", flip_key_bit, graph=ENCODER_GRAPH_FILE, weights=ENCODER_WEIGHTS_FILE)
+    failed = [check.name for check in verify(tmp_path / "bundle", threads=1).checks if not check.passed]
+    assert {name.split(": ")[1] for name in failed} == {"rms against itself as exported"}
+
+
+def flip_key_bit(model: onnx.ModelProto) -> None:
+    """One number of the matrix that makes keys of the source is off by an eighth of its range."""
+
+    def flip(values: np.ndarray) -> np.ndarray:
+        values[3, 0, 5] ^= 32
+        return values
+
+    edit_weight(model, "blocks.0.cross_attention.key.weight_q8", flip)
 
 
 def test_what_needs_a_text_to_be_rounded_is_refused(tmp_path: Path) -> None:

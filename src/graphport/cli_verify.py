@@ -13,7 +13,6 @@ import typer
 
 from graphport import cli_tables
 from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
-from graphport.model_def.signature import read_manifest
 from graphport.model_def.towers import bundles_in
 
 if TYPE_CHECKING:
@@ -42,10 +41,6 @@ def verify(
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
     folders = bundles_in(bundle)
-    if len(folders) == 1 and read_manifest(bundle).kind == "encoder_decoder":
-        given = {"--write": write, "--invariance": invariance, "--device": device != "auto"}
-        _verify_encoder_decoder(bundle, against, given=given, as_json=as_json)
-        return
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
@@ -80,39 +75,21 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_encoder_decoder(bundle: Path, against: str | None, *, given: dict[str, bool], as_json: bool) -> None:
-    """Its certificate has no rows: the exporter runs its two graphs again."""
-    for option, is_given in given.items():
-        if is_given:
-            raise typer.BadParameter(f"{option} needs a certificate with rows, and {bundle} is an encoder-decoder")
-    try:
-        from graphport.export.verify_encoder_decoder import verify_encoder_decoder as run
-    except ModuleNotFoundError as error:
-        raise missing_dependency("verify", error) from error
-    with cli_tables.progress_lines() as progress:
-        rows = [cli_tables.check_row(check) for check in run(bundle, against=against, progress=progress)]
-    passed = bool(rows) and all(row.passed for row in rows)
-    if as_json:
-        facts = {"passed": passed, "written": False, "notes": ()}
-        print(json.dumps({**facts, "checks": [row.to_dict() for row in rows]}, ensure_ascii=False))
-    else:
-        cli_tables.print_checks(rows)
-        print("passed" if passed else "failed")
-    if not passed:
-        raise typer.Exit(1)
-
-
 def _check_invariance(
     bundle: Path, certificate: "Certificate", device: Device, progress: "Callable[[str], None]"
 ) -> "tuple[Check, ...]":
     from graphport.model_def.certificate import text_of
+    from graphport.model_def.certified_inputs import SourceInputs
     from graphport.runtime.bundle_files import open_bundle
     from graphport.runtime.encoder_invariance import check_encoder_invariance
     from graphport.runtime.invariance import check_invariance
+    from graphport.runtime.source_invariance import check_source_invariance
 
     opened = open_bundle(bundle)
     if opened.manifest.kind == "decoder":
         return check_invariance(opened, text_of(certificate), device=device, observe=progress)
+    if isinstance(certificate.inputs, SourceInputs):
+        return check_source_invariance(opened, certificate.inputs, device=device, observe=progress)
     return check_encoder_invariance(opened, certificate.inputs, device=device, observe=progress)
 
 
