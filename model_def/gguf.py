@@ -9,56 +9,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from graphport.model_def.block_config import AttentionConfig
 from graphport.model_def.checkpoint_record import (
     Checkpoint,
     CheckpointError,
-    account_for_tensors,
     as_float32,
     end_ids,
     first_id,
-    stored_name,
 )
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.gguf_blocks import StoredMatrix
-from graphport.model_def.gguf_config import IGNORED_TENSORS, find_architecture, read_gguf_config
+from graphport.model_def.gguf_config import find_architecture, read_gguf_config
 from graphport.model_def.gguf_file import GgufFile, read_gguf_file
-from graphport.model_def.gguf_rotary import ROPE_TENSORS
+from graphport.model_def.gguf_tensors import GgufPart, HeadParts, find_parts
 from graphport.model_def.gguf_tokenizer import chat_template, special_tokens, tokenizer_json
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GenerationDefaults
 from graphport.model_def.transformer import parameter_shapes
-
-# ours -> GGUF's, outside the blocks
-_OUTER_NAMES = {
-    "embedding.weight": "token_embd.weight",
-    "final_norm.weight": "output_norm.weight",
-    "head.weight": "output.weight",
-}
-
-# ours -> GGUF's, within blocks.{i} and blk.{i}; both end in .weight or .bias
-_BLOCK_NAMES = {
-    "attention_norm": "attn_norm",
-    "attention.query": "attn_q",
-    "attention.key": "attn_k",
-    "attention.value": "attn_v",
-    "attention.output": "attn_output",
-    "attention.query_norm": "attn_q_norm",
-    "attention.key_norm": "attn_k_norm",
-    "attention_output_norm": "post_attention_norm",
-    "feed_forward_norm": "ffn_norm",
-    "feed_forward_output_norm": "post_ffw_norm",
-    "feed_forward.gate": "ffn_gate",
-    "feed_forward.up": "ffn_up",
-    "feed_forward.down": "ffn_down",
-    "feed_forward.router": "ffn_gate_inp",
-    "feed_forward.experts.gate": "ffn_gate_exps",
-    "feed_forward.experts.up": "ffn_up_exps",
-    "feed_forward.experts.down": "ffn_down_exps",
-}
 
 _BEGIN_KEY, _PADDING_KEY = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.padding_token_id"
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
@@ -74,16 +45,12 @@ def load_gguf(path: Path) -> Checkpoint:
         config, notes = read_gguf_config(file)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    names = {
-        name: stored_name(name, outer=_OUTER_NAMES, blocks="blk", modules=_BLOCK_NAMES)
-        for name in parameter_shapes(config)
-    }
-    _account(file, config, names)
+    parts = find_parts(file, config, find_architecture(file))
     generation = _generation(file, config.vocab_size, notes)
     tokenizer = tokenizer_json(file.metadata, where=str(path), vocab_size=config.vocab_size)
     if tokenizer is None:
         notes.append("the file has no vocabulary; text cannot be encoded")
-    stored, weights = _read_weights(file, config, names)
+    stored, weights = _read_weights(file, config, parts)
     return Checkpoint(
         config=config,
         weights=weights,
@@ -110,26 +77,28 @@ def restored_rows(attention: AttentionConfig, num_heads: int) -> NDArray[np.int6
     return (np.arange(num_heads)[:, None] * attention.head_dim + head).reshape(-1)
 
 
-def _account(file: GgufFile, config: TransformerConfig, names: Mapping[str, str]) -> None:
-    shapes = parameter_shapes(config)
-    found = {
-        name: tensor.shape
-        for name, tensor in file.tensors.items()
-        if name not in ROPE_TENSORS and not name.endswith(IGNORED_TENSORS)
-    }
-    account_for_tensors(str(file.path), found=found, needed={names[ours]: shape for ours, shape in shapes.items()})
-
-
 def _read_weights(
-    file: GgufFile, config: TransformerConfig, names: Mapping[str, str]
+    file: GgufFile, config: TransformerConfig, parts: Mapping[str, GgufPart | HeadParts]
 ) -> tuple[dict[str, StoredMatrix], dict[str, torch.Tensor]]:
     """The matrices as they are stored, and every tensor as float32, both in the order of our rows."""
+    shapes = parameter_shapes(config)
     stored, weights = {}, {}
-    for ours, theirs in names.items():
+    decoded: dict[str, torch.Tensor] = {}
+    for ours, part in parts.items():
+        if isinstance(part, HeadParts):
+            weights[ours] = part.read(file)  # blocks of keys run along their outputs and fit no matrix of rows
+            floats = weights[ours].numpy().view(np.uint8)
+            stored[ours] = StoredMatrix(kind=GGMLQuantizationType.F32, data=floats)
+            continue
         rows = _rows(file, config, ours)
-        if len(file.tensors[theirs].shape) == 2:
-            stored[ours] = StoredMatrix(kind=file.tensors[theirs].kind, data=file.blocks(theirs), rows=rows)
-        weight = as_float32(f"{file.path.name}: {theirs}", torch.from_numpy(file.read(theirs)))
+        if len(part.shape) == 2 and ours.endswith(".weight") and not ours.endswith("norm.weight"):
+            stored[ours] = StoredMatrix(
+                kind=file.tensors[part.name].kind, data=file.blocks(part.name)[part.rows], rows=rows
+            )
+        if part.name not in decoded:  # what several share follows at once
+            whole = torch.from_numpy(file.read(part.name))
+            decoded = {part.name: as_float32(f"{file.path.name}: {part.name}", whole)}
+        weight = decoded[part.name][part.rows].reshape(shapes[ours])
         weights[ours] = weight if rows is None else weight[torch.from_numpy(rows)]
     return stored, weights
 
@@ -137,10 +106,19 @@ def _read_weights(
 def _rows(file: GgufFile, config: TransformerConfig, ours: str) -> NDArray[np.int64] | None:
     """The file's rows in the order of our parameter; None where both are the same."""
     module = ours.rpartition(".")[0]
+    if module.endswith(".attention.latent.query"):
+        return _turning_first(config.blocks[int(ours.split(".")[1])].attention)
     if not find_architecture(file).is_permuted or not module.endswith((".attention.query", ".attention.key")):
         return None
     attention = config.blocks[int(ours.split(".")[1])].attention
     return restored_rows(attention, attention.num_heads if module.endswith("query") else attention.num_kv_heads)
+
+
+def _turning_first(attention: AttentionConfig) -> NDArray[np.int64]:
+    """The rows of queries whose heads have the dimensions that rotate last in the file."""
+    assert attention.rotary is not None
+    heads = np.arange(attention.num_heads * attention.head_dim).reshape(attention.num_heads, -1)
+    return np.roll(heads, attention.rotary.rotary_dim(attention.head_dim), axis=1).reshape(-1)
 
 
 def _generation(file: GgufFile, vocab_size: int, notes: list[str]) -> GenerationDefaults:

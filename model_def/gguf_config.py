@@ -4,11 +4,9 @@ In: a parsed `GgufFile`. Out: a `TransformerConfig` and notes. Every key under t
 named list, or refused. It reads no weights but the small rotary factor tensors.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
 
 from graphport.model_def.block_config import (
-    Activation,
     AttentionConfig,
     BlockConfig,
     FeedForwardConfig,
@@ -17,76 +15,14 @@ from graphport.model_def.block_config import (
 )
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.expert_config import ExpertsConfig
+from graphport.model_def.gguf_architectures import ARCHITECTURES, Architecture
+from graphport.model_def.gguf_experts import read_experts
 from graphport.model_def.gguf_file import GgufFile
 from graphport.model_def.gguf_keys import GgufKeys
+from graphport.model_def.gguf_latent import read_latent
 from graphport.model_def.gguf_rotary import read_rotary, read_window_rotary
-
-# inverse frequencies of old converters, computed from the metadata here
-IGNORED_TENSORS = (".attn_rot_embd", ".attn_rot_embd.weight", ".rope_freqs.weight")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """One `general.architecture`: what it fixes beyond its metadata.
-
-    `scales_embedding`: embeddings are multiplied by sqrt(hidden size). `window_period` n: where a window is stated and
-    no pattern, every n-th layer sees everything and the others the window, whose rotary base is `window_theta` unless
-    stated. `wide_scale_layers`: the depth of the one model whose scores are scaled by hidden size / heads.
-    `is_permuted`: the converter reorders the rows of q and k for interleaved rotation. `unrotated_period` n: every n-th
-    layer does not rotate. `softcaps`: scores and logits are capped, as the metadata must say. `has_scales`: embeddings,
-    residuals and logits are scaled, as it may say (logits are divided). `may_have_experts`: where the metadata counts
-    experts, every layer has a mixture, whose chosen weights add up to 1.
-    """
-
-    name: str
-    always_qkv_bias: bool = False
-    qk_norm: bool = False
-    qk_norm_over: Literal["head", "width"] = "head"
-    is_permuted: bool = False
-    unrotated_period: int | None = None
-    softcaps: bool = False
-    has_scales: bool = False
-    has_window: bool = True
-    may_have_experts: bool = False
-    activation: Activation = "silu"
-    norm_order: NormOrder = "pre"
-    scales_embedding: bool = False
-    window_period: int | None = None
-    window_theta: float | None = None
-    wide_scale_layers: int | None = None
-
-
-# as in llama.cpp's src/llama-model.cpp; norm weights of gemmas are stored with 1 added, so they are plain here
-ARCHITECTURES = (
-    Architecture(name="llama", is_permuted=True, may_have_experts=True),
-    Architecture(name="granite", is_permuted=True, has_scales=True),
-    Architecture(name="smollm3", is_permuted=True, unrotated_period=4),
-    Architecture(name="olmo2", qk_norm=True, qk_norm_over="width", norm_order="output", has_window=False),
-    Architecture(name="gemma", activation="gelu_tanh", scales_embedding=True),
-    Architecture(
-        name="gemma2",
-        activation="gelu_tanh",
-        norm_order="sandwich",
-        scales_embedding=True,
-        window_period=2,
-        wide_scale_layers=46,
-        softcaps=True,
-    ),
-    Architecture(name="qwen2", always_qkv_bias=True),
-    Architecture(name="qwen3", qk_norm=True),
-    Architecture(name="qwen3moe", qk_norm=True, may_have_experts=True),
-    Architecture(
-        name="gemma3",
-        qk_norm=True,
-        activation="gelu_tanh",
-        norm_order="sandwich",
-        scales_embedding=True,
-        window_period=6,
-        window_theta=10_000.0,
-        wide_scale_layers=62,
-    ),
-)
+from graphport.model_def.latent_config import latent_scale
+from graphport.model_def.position_config import LearnedPosition
 
 # keys under the architecture's name, accepted at these values only
 _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
@@ -96,10 +32,14 @@ _NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "rope.scaling.yarn_ext_factor": (1.0,),
     "use_parallel_residual": (False,),
     "pooling_type": (0,),
-    "tensor_data_layout": ("Meta AI original pth",),
+    "tensor_data_layout": ("Meta AI original pth", "jploski"),
     "rope.scaling.finetuned": (True, False),  # a remark on training
 }
 
+_QKV_BIASES = (
+    *("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_qkv.bias"),
+    *("attn_q_a.bias", "attn_kv_a_mqa.bias"),
+)
 _READ_ELSEWHERE = ("general.architecture", "general.type", "general.alignment", "split.count")
 
 
@@ -115,51 +55,84 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     max_positions = keys.integer("context_length")
     hidden_size = keys.integer("embedding_length")
     vocab_size = _vocab_size(keys)
-    norm = NormConfig(kind="rms", epsilon=keys.get("attention.layer_norm_rms_epsilon", 0))
+    norm = _norm(keys, architecture)
     widths = keys.per_layer("feed_forward_length", num_layers)
     attentions = _attentions(keys, architecture, num_layers, hidden_size, max_positions, norm, notes)
-    embedding_scale, residual_scale, logit_divisor = _scales(keys, architecture, hidden_size)
+    embedding_scale, residual_scale, logit_scale = _scales(keys, architecture, hidden_size)
     logit_softcap = keys.number("final_logit_softcapping") or None
     if architecture.softcaps and (logit_softcap is None or attentions[0].softcap is None):
         raise CheckpointError(
             f"{file.path}: {architecture.name} caps scores and logits; attn_logit_softcapping and "
             "final_logit_softcapping must say at what"
         )
-    has_ffn_bias = _has_any(file, "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+    norm_order, has_second_norm = _order(keys, architecture)
+    has_ffn_bias = file.has_any("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
     blocks = tuple(
         BlockConfig(
             attention=attention,
-            feed_forward=_experts(keys, architecture, width)
-            or FeedForwardConfig(width=width, activation=architecture.activation, bias=has_ffn_bias),
+            feed_forward=experts
+            or FeedForwardConfig(
+                width=width, activation=architecture.activation, gated=architecture.gated, bias=has_ffn_bias
+            ),
             norm=norm,
-            norm_order=architecture.norm_order,
+            norm_order=norm_order,
+            feed_forward_norm=has_second_norm,
             residual_scale=residual_scale,
         )
-        for attention, width in zip(attentions, widths, strict=True)
+        for attention, experts, width in zip(attentions, read_experts(keys, architecture, widths), widths, strict=True)
     )
     config = TransformerConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         max_positions=max_positions,
         blocks=blocks,
+        position=LearnedPosition(max_positions=max_positions) if architecture.rotary is None else None,
         embedding_scale=embedding_scale,
         final_norm=norm,
         head="separate" if "output.weight" in file.tensors else "tied",
-        logit_scale=1.0 / logit_divisor,
+        head_bias="output.bias" in file.tensors,
+        logit_scale=logit_scale,
         logit_softcap=logit_softcap,
     )
     notes += _check_keys(keys)
     return config, notes
 
 
+def _norm(keys: GgufKeys, architecture: Architecture) -> NormConfig:
+    """The norms of blocks and of the end, with a bias where that at the end has one."""
+    kind = architecture.norm
+    name = "attention.layer_norm_rms_epsilon" if kind == "rms" else "attention.layer_norm_epsilon"
+    has_bias = kind == "layer" and "output_norm.bias" in keys.file.tensors
+    return NormConfig(kind=kind, epsilon=keys.get(name, 0), bias=has_bias)
+
+
+def _order(keys: GgufKeys, architecture: Architecture) -> tuple[NormOrder, bool]:
+    """Where norms stand, and whether the feed-forward has one of its own."""
+    match architecture.parallel:
+        case None:
+            return architecture.norm_order, True
+        case "always":
+            return "parallel", keys.file.has_any("attn_norm_2.weight")
+        case "stated":
+            return "parallel" if keys.get("use_parallel_residual", True) else "pre", True
+        case "one_norm":  # as llama.cpp has it, whatever use_parallel_residual says
+            keys.get("use_parallel_residual")
+            return ("pre", True) if keys.file.has_any("ffn_norm.weight") else ("parallel", False)
+
+
 def _scales(keys: GgufKeys, architecture: Architecture, hidden_size: int) -> tuple[float, float, float]:
-    """What embeddings and residuals are multiplied by, and what logits are divided by."""
-    if architecture.has_scales:
-        embedding, residual, logits = (
-            keys.number(key) or 1.0 for key in ("embedding_scale", "residual_scale", "logit_scale")
-        )
-        return embedding, residual, logits
-    return hidden_size**0.5 if architecture.scales_embedding else 1.0, 1.0, 1.0
+    """What embeddings, residuals and logits are multiplied by."""
+    embedding = hidden_size**0.5 if architecture.scales_embedding else 1.0
+    match architecture.scales:
+        case None:
+            return embedding, 1.0, 1.0
+        case "logits":
+            return embedding, 1.0, keys.number("logit_scale") or 1.0
+        case "all":
+            embedding, residual, divisor = (
+                keys.number(key) or 1.0 for key in ("embedding_scale", "residual_scale", "logit_scale")
+            )
+            return embedding, residual, 1.0 / divisor
 
 
 def find_architecture(file: GgufFile) -> Architecture:
@@ -200,17 +173,6 @@ def _check_keys(keys: GgufKeys) -> list[str]:
     return [f"ignored metadata keys: {', '.join(sorted(ignored))}"] if ignored else []
 
 
-def _experts(keys: GgufKeys, architecture: Architecture, width: int) -> ExpertsConfig | None:
-    """The mixture of experts of every layer; `width` is that of an expert where the metadata has none of its own."""
-    if not architecture.may_have_experts or not keys.get("expert_count"):
-        return None
-    return ExpertsConfig(
-        num_experts=keys.integer("expert_count"),
-        num_chosen=keys.integer("expert_used_count"),
-        width=keys.per_layer("expert_feed_forward_length", 1, width)[0],
-    )
-
-
 def _vocab_size(keys: GgufKeys) -> int:
     """The embedding's rows; `vocab_size` in the metadata must agree."""
     embedding = keys.file.tensors.get("token_embd.weight")
@@ -234,24 +196,25 @@ def _attentions(
 ) -> list[AttentionConfig]:
     num_heads = keys.per_layer("attention.head_count", num_layers)
     num_kv_heads = keys.per_layer("attention.head_count_kv", num_layers, num_heads[0])
-    if keys.get("attention.key_length") is None and hidden_size % num_heads[0]:
-        raise CheckpointError(
-            f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads[0]}) and "
-            "attention.key_length is absent"
-        )
-    head_dim = keys.per_layer("attention.key_length", 1, hidden_size // num_heads[0])[0]
-    value_dim = keys.per_layer("attention.value_length", 1, head_dim)[0]
-    if value_dim != head_dim:
-        raise CheckpointError(
-            f"{keys.file.path}: key_length is {head_dim} and value_length {value_dim}; both must be equal"
-        )
-    rotary = read_rotary(keys, head_dim, max_positions, notes)
-    window_rotary = read_window_rotary(keys, rotary, default_theta=architecture.window_theta)
+    latent = None
+    if architecture.has_latent:
+        latent, head_dim = read_latent(keys)
+        num_kv_heads = num_heads
+    else:
+        head_dim = _head_dim(keys, hidden_size, num_heads[0])
+    rotary = window_rotary = None
+    if architecture.rotary is not None:
+        rotary = read_rotary(keys, architecture, head_dim, max_positions, notes)
+        window_rotary = read_window_rotary(keys, rotary, default_theta=architecture.window_theta)
     scale = keys.number("attention.scale")
+    if latent is not None and rotary is not None:
+        scale = latent_scale(rotary, head_dim)
     if scale is None and num_layers == architecture.wide_scale_layers:
         scale = (hidden_size / num_heads[0]) ** -0.5
-    has_qkv_bias = architecture.always_qkv_bias or _has_any(keys.file, "attn_q.bias", "attn_k.bias", "attn_v.bias")
+    has_qkv_bias = architecture.always_qkv_bias or keys.file.has_any(*_QKV_BIASES)
     windows = _windows(keys, num_layers, period=architecture.window_period) if architecture.has_window else None
+    has_qk_norm = architecture.qk_norm or (architecture.norm == "layer" and keys.file.has_any("attn_q_norm.weight"))
+    qk_norm = dataclasses.replace(norm, bias=False) if has_qk_norm else None
     softcap = keys.number("attn_logit_softcapping") if architecture.softcaps else None
     period = architecture.unrotated_period
     rotates = [period is None or (layer + 1) % period != 0 for layer in range(num_layers)]
@@ -261,13 +224,15 @@ def _attentions(
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             window=window,
-            qk_norm=norm if architecture.qk_norm else None,
-            qk_norm_over=architecture.qk_norm_over,
+            qk_norm=qk_norm,
+            qk_norm_over=architecture.qk_norm_over if architecture.norm == "rms" else "each_head",
             softcap=softcap or None,
             scale=scale,
             qkv_bias=has_qkv_bias,
-            output_bias=_has_any(keys.file, "attn_output.bias"),
+            output_bias=keys.file.has_any("attn_output.bias"),
             rotary=None if not turns else rotary if window is None else window_rotary,
+            latent=latent,
+            sinks=architecture.has_sinks,
         )
         for heads, kv_heads, window, turns in zip(
             num_heads, num_kv_heads, windows or [None] * num_layers, rotates, strict=True
@@ -275,9 +240,20 @@ def _attentions(
     ]
 
 
-def _has_any(file: GgufFile, *endings: str) -> bool:
-    """Whether a block has one of the tensors; if one has, all must (the accounting sees to it)."""
-    return any(name.startswith("blk.") and name.endswith(endings) for name in file.tensors)
+def _head_dim(keys: GgufKeys, hidden_size: int, num_heads: int) -> int:
+    """The size of a head, which values must share."""
+    if keys.get("attention.key_length") is None and hidden_size % num_heads:
+        raise CheckpointError(
+            f"{keys.file.path}: embedding_length ({hidden_size}) is no multiple of head_count ({num_heads}) and "
+            "attention.key_length is absent"
+        )
+    head_dim = keys.per_layer("attention.key_length", 1, hidden_size // num_heads)[0]
+    value_dim = keys.per_layer("attention.value_length", 1, head_dim)[0]
+    if value_dim != head_dim:
+        raise CheckpointError(
+            f"{keys.file.path}: key_length is {head_dim} and value_length {value_dim}; both must be equal"
+        )
+    return head_dim
 
 
 def _windows(keys: GgufKeys, num_layers: int, *, period: int | None) -> list[int | None]:

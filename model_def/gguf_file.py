@@ -47,6 +47,10 @@ class GgufFile:
     metadata: dict[str, Any]  # scalars, texts and lists, as the file types them
     tensors: dict[str, GgufTensor]
 
+    def has_any(self, *endings: str) -> bool:
+        """Whether a layer has one of the tensors; if one has, all must (the accounting sees to it)."""
+        return any(name.startswith("blk.") and name.endswith(endings) for name in self.tensors)
+
     def blocks(self, name: str) -> npt.NDArray[np.uint8]:
         """The tensor's bytes as stored, uint8 [rows, bytes a row], mapped read-only."""
         tensor = self.tensors[name]

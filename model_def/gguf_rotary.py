@@ -7,6 +7,7 @@ import dataclasses
 import math
 
 from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.gguf_architectures import Architecture
 from graphport.model_def.gguf_keys import GgufKeys
 from graphport.model_def.position_config import (
     FrequencyFactors,
@@ -23,7 +24,9 @@ ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 _DEFAULT_THETA = 10_000.0  # llama.cpp's
 
 
-def read_rotary(keys: GgufKeys, head_dim: int, max_positions: int, notes: list[str]) -> RotaryPosition:
+def read_rotary(
+    keys: GgufKeys, architecture: Architecture, head_dim: int, max_positions: int, notes: list[str]
+) -> RotaryPosition:
     """The rotation of layers that see everything.
 
     Raises CheckpointError for scalings that are unknown or do not go with the file's tensors.
@@ -33,7 +36,15 @@ def read_rotary(keys: GgufKeys, head_dim: int, max_positions: int, notes: list[s
         theta = _DEFAULT_THETA
         notes.append(f"rope.freq_base is absent; llama.cpp's default {theta:g} was taken")
     rotary_dim = keys.per_layer("rope.dimension_count", 1, head_dim)[0]
-    return RotaryPosition(theta=theta, partial_factor=rotary_dim / head_dim, scaling=_scaling(keys, max_positions))
+    factor = rotary_dim / head_dim
+    if int(head_dim * factor) < rotary_dim:  # the product must round down to the whole dimensions
+        factor = math.nextafter(factor, math.inf)
+    return RotaryPosition(
+        theta=theta,
+        partial_factor=factor,
+        interleaved=architecture.rotary == "interleaved",
+        scaling=_scaling(keys, architecture, max_positions),
+    )
 
 
 def read_window_rotary(keys: GgufKeys, rotary: RotaryPosition, *, default_theta: float | None) -> RotaryPosition:
@@ -43,10 +54,9 @@ def read_window_rotary(keys: GgufKeys, rotary: RotaryPosition, *, default_theta:
     return dataclasses.replace(rotary, theta=keys.number("rope.freq_base_swa") or default_theta, scaling=None)
 
 
-def _scaling(keys: GgufKeys, max_positions: int) -> RotaryScaling | None:
+def _scaling(keys: GgufKeys, architecture: Architecture, max_positions: int) -> RotaryScaling | None:
     """Linear, YaRN and LongRoPE by metadata, Llama 3 by its tensor of divisors; at most one."""
     factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
-    kind = keys.get("rope.scaling.type", "linear")  # llama.cpp's default
     original = keys.per_layer("rope.scaling.original_context_length", 1, max_positions)[0]
     attention_factor = keys.number("rope.scaling.attn_factor") or 1.0
     beta_fast = keys.number("rope.scaling.yarn_beta_fast") or 32.0
@@ -54,16 +64,23 @@ def _scaling(keys: GgufKeys, max_positions: int) -> RotaryScaling | None:
     factors = {
         name: tuple(keys.file.read(name).reshape(-1).tolist()) for name in ROPE_TENSORS if name in keys.file.tensors
     }
+    # llama.cpp's defaults: converters do not always say what Phi-3's two lists are for
+    kind = keys.get("rope.scaling.type", "longrope" if factors.keys() == set(ROPE_TENSORS[1:]) else "linear")
     scaling: RotaryScaling | None = None
     if kind == "linear":
         scaling = LinearScaling(factor=factor) if factor != 1.0 else None
     elif kind == "yarn":
+        # a tenth of DeepSeek's mscale_all_dim; its mscale is not stated, and the same in every model
+        all_dim = 10 * (keys.number("rope.scaling.yarn_log_multiplier") or 0.0) if architecture.has_latent else 0.0
+        growth = 1.0 if all_dim else 0.1 * math.log(factor) + 1.0  # as ggml's rope_yarn multiplies
         scaling = YarnScaling(
             factor=factor,
             original_max_positions=original,
             beta_fast=beta_fast,
             beta_slow=beta_slow,
-            attention_factor=attention_factor * (0.1 * math.log(factor) + 1.0),  # as ggml's rope_yarn multiplies
+            attention_factor=attention_factor * growth,
+            mscale_all_dim=all_dim or None,
+            truncate=architecture.truncates_yarn,
         )
     elif kind == "longrope":
         if missing := [name for name in ROPE_TENSORS[1:] if name not in factors]:

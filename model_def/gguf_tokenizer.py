@@ -31,17 +31,31 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# of Phi-3's added tokens; the others swallow white space, which the file does not say
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_ENDING}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
     """How a byte-level vocabulary cuts text: `splits` one after the other, every match a piece of its own.
 
-    `whole_words`: a piece that is a token needs no merges. `adds_bos` and `form` (Unicode) as the original tokenizer.
+    `byte_splits` cut what bytes are spelled as, after the others. `whole_words`: a piece that is a token needs no
+    merges. `adds_bos` and `form` (Unicode) as the original tokenizer.
     """
 
     names: tuple[str, ...]
     splits: tuple[str, ...]
+    byte_splits: tuple[str, ...] = ()
     whole_words: bool = False
     adds_bos: bool = False
     form: Literal["NFC"] | None = None
@@ -52,7 +66,8 @@ PRE_TOKENIZERS = (
     PreTokenizer(
         names=("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), splits=(r"\p{N}", _GPT2)
     ),
-    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4"), splits=(_GPT2,)),
+    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "jais", "exaone4"), splits=(_GPT2,)),
+    PreTokenizer(names=("olmo",), splits=(_GPT2,), form="NFC"),  # GPT-NeoX's, which llama.cpp calls so too
     PreTokenizer(
         names=("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
         splits=(_LLAMA3,),
@@ -62,6 +77,14 @@ PRE_TOKENIZERS = (
     PreTokenizer(names=("smaug-bpe", "dbrx"), splits=(_LLAMA3,)),
     PreTokenizer(names=("tekken",), splits=(_TEKKEN,), whole_words=True, adds_bos=True),
     PreTokenizer(names=("qwen2", "deepseek-r1-qwen"), splits=(_QWEN2,), form="NFC"),
+    PreTokenizer(names=("gpt-4o",), splits=(_GPT4O,)),
+    PreTokenizer(
+        names=("deepseek-v3",),
+        splits=(r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
+        adds_bos=True,
+    ),
+    PreTokenizer(names=("command-r",), splits=(r"\p{N}", _GPT2), adds_bos=True, form="NFC"),
+    PreTokenizer(names=("falcon",), splits=(r"[\p{P}$+<=>^`|~]+", _GPT2), byte_splits=(r"\p{N}+", r"[0-9][0-9][0-9]")),
     PreTokenizer(names=("default",), splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 )
 
@@ -88,7 +111,9 @@ def tokenizer_json(metadata: Metadata, *, where: str, vocab_size: int) -> str | 
         tokenizer, adds_bos = _sentencepiece(metadata, vocab, where), True
     else:
         raise CheckpointError(f"{where}: tokenizer.ggml.model {model!r} is not read; known are gpt2, llama")
-    _add_tokens(tokenizer, tokens, _list(metadata, "token_type", int, where) or [])
+    is_phi3 = model == "llama" and metadata.get("general.architecture") == "phi3"
+    types = _list(metadata, "token_type", int, where) or []
+    _add_tokens(tokenizer, tokens, types, swallow_spaces=is_phi3)
     _add_ends(tokenizer, metadata, where, adds_bos=metadata.get("tokenizer.ggml.add_bos_token", adds_bos))
     return str(tokenizer.to_str())
 
@@ -128,9 +153,12 @@ def _byte_level(metadata: Metadata, vocab: dict[str, int], where: str) -> tuple[
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=kind.whole_words))
     if kind.form is not None:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in kind.splits]
+    splits, byte_splits = (
+        [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in group]
+        for group in (kind.splits, kind.byte_splits)
+    )
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level, *byte_splits])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer, kind.adds_bos
 
@@ -174,10 +202,18 @@ def _sentencepiece(metadata: Metadata, vocab: dict[str, int], where: str) -> Tok
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens become special, user-defined ones are matched whole but not special."""
+def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int], *, swallow_spaces: bool) -> None:
+    """Control tokens become special, user-defined ones are matched whole but not special.
+
+    `swallow_spaces`: with the white space behind them, all but _KEEP_SPACES.
+    """
     added = [
-        AddedToken(token, special=kind == _CONTROL, normalized=False)
+        AddedToken(
+            token,
+            special=kind == _CONTROL,
+            normalized=False,
+            rstrip=swallow_spaces and token not in _KEEP_SPACES,
+        )
         for token, kind in zip(tokens, types, strict=False)
         if kind in (_CONTROL, _USER_DEFINED)
     ]

@@ -13,7 +13,7 @@ from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.decoder_family import DecoderFamily, is_on
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_experts import read_experts
-from graphport.model_def.huggingface_latent import latent_scale, read_latent, read_latent_head_dim, turn_part
+from graphport.model_def.huggingface_latent import read_latent, read_latent_head_dim, turn_part
 from graphport.model_def.huggingface_values import (
     NEUTRAL_VALUES,
     Values,
@@ -25,6 +25,7 @@ from graphport.model_def.huggingface_values import (
 )
 from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.huggingface_windows import read_windows
+from graphport.model_def.latent_config import latent_scale
 from graphport.model_def.layer_norm_decoders import LAYER_NORM_DECODERS
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition
 from graphport.model_def.rms_norm_decoders import RMS_DECODERS

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in a Hugging Face config.json: ranks, the parts of a head, and the scale of its scores.
+"""Multi-head latent attention in a Hugging Face config.json: ranks and the parts of a head.
 
 In: a parsed config.json. Out: a record and numbers (see `latent_config.py`).
 """
@@ -8,7 +8,7 @@ import math
 
 from graphport.model_def.huggingface_values import Values, read_integer
 from graphport.model_def.latent_config import LatentConfig
-from graphport.model_def.position_config import RotaryPosition, YarnScaling
+from graphport.model_def.position_config import RotaryPosition
 
 LATENT_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -34,13 +34,3 @@ def turn_part(rotary: RotaryPosition, values: Values) -> RotaryPosition:
     """
     ratio = read_integer(values, "qk_rope_head_dim") / read_latent_head_dim(values)
     return dataclasses.replace(rotary, partial_factor=min(1.0, math.nextafter(ratio, 1.0)))
-
-
-def latent_scale(rotary: RotaryPosition, head_dim: int) -> float | None:
-    """The factor on scores where YaRN states `mscale_all_dim`; None for the usual one."""
-    scaling = rotary.scaling
-    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim or scaling.factor <= 1:
-        return None
-    mscale: float = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0
-    scale: float = head_dim**-0.5 * mscale**2
-    return scale

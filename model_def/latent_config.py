@@ -3,9 +3,16 @@
 In: numbers. Out: a frozen record, validated at construction. Torch-free; the module stands in `latent_projections.py`.
 """
 
+import math
 from dataclasses import dataclass
 
-from graphport.model_def.position_config import ConfigError, require_count, require_positive
+from graphport.model_def.position_config import (
+    ConfigError,
+    RotaryPosition,
+    YarnScaling,
+    require_count,
+    require_positive,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +53,13 @@ class LatentConfig:
                 f"value_dim ({self.value_dim}) is above head_dim ({head_dim}); values are kept in caches as wide as "
                 "keys, so theirs may be smaller and not larger"
             )
+
+
+def latent_scale(rotary: RotaryPosition, head_dim: int) -> float | None:
+    """The factor on scores where YaRN states `mscale_all_dim`; None for the usual one."""
+    scaling = rotary.scaling
+    if not isinstance(scaling, YarnScaling) or not scaling.mscale_all_dim or scaling.factor <= 1:
+        return None
+    mscale: float = 0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0
+    scale: float = head_dim**-0.5 * mscale**2
+    return scale

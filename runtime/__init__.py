@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from graphport.runtime.encoder import Encoder, load_encoder
     from graphport.runtime.generation_output import GenerationOutput
     from graphport.runtime.image_encoder import ImageEncoder, load_image_encoder
-    from graphport.runtime.language_model import LanguageModel, load_language_model
+    from graphport.runtime.language_model import LanguageModel
     from graphport.runtime.loading import load
+    from graphport.runtime.open_language_model import load_language_model
     from graphport.runtime.preparation import Prepared, prepare
     from graphport.runtime.recurrent_model import RecurrentModel
     from graphport.runtime.sampling_params import SamplingParams
@@ -61,7 +62,7 @@ _HOMES = {
     "load_dual_encoder": "graphport.runtime.dual_encoder",
     "load_encoder": "graphport.runtime.encoder",
     "load_image_encoder": "graphport.runtime.image_encoder",
-    "load_language_model": "graphport.runtime.language_model",
+    "load_language_model": "graphport.runtime.open_language_model",
     "open_bundle": "graphport.runtime.bundle_files",
     "prepare": "graphport.runtime.preparation",
     "tune": "graphport.runtime.tuning_trial",

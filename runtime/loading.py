@@ -16,7 +16,8 @@ from graphport.runtime.device import DeviceWish
 from graphport.runtime.dual_encoder import DualEncoder, load_dual_encoder
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
 from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
-from graphport.runtime.language_model import DECODER_BATCH, LanguageModel, load_language_model
+from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
+from graphport.runtime.open_language_model import load_language_model
 from graphport.runtime.recurrent_model import RecurrentModel
 
 

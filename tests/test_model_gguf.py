@@ -265,11 +265,9 @@ def test_metadata_that_changes_the_computation_is_refused_by_name(
 
 
 def test_an_unknown_architecture_names_the_nearest(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen2moe")
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen2vl")
     finish(writer)
-    with pytest.raises(
-        CheckpointError, match=r"architecture 'qwen2moe' is not read; known are llama.*nearest: .*qwen2"
-    ):
+    with pytest.raises(CheckpointError, match=r"architecture 'qwen2vl' is not read; known are llama.*nearest: .*qwen2"):
         load_checkpoint(tmp_path / "x.gguf")
 
 

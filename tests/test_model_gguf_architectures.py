@@ -2,27 +2,44 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
+from gguf.quants import dequantize, quantize
 from parity import RELATIVE_TOLERANCES
-from tiny_checkpoints import relative_difference, token_ids, write_gguf
+from tiny_checkpoints import Edit, relative_difference, token_ids, write_gguf
 from tiny_decoders import DECODERS, make_decoder
 from transformers import AutoConfig, AutoModelForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
 
 from graphport.export.model_export import export
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
+from graphport.model_def.position_config import YarnScaling
 
 _QWEN = ("model.layers.{}.mlp.experts.{}_proj.weight", ("gate", "up", "down"))
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
-NAMES = ("gemma", "gemma2", "granite", "olmo2", "smollm3", "mixtral", "qwen3_moe")
-EXPERTS = {"mixtral": ("layers.{}.feed_forward.experts.w{}.weight", "132"), "qwen3_moe": _QWEN}
-
-Edit = Callable[[gguf.GGUFWriter], None]
+NAMES = (
+    *("gemma", "gemma2", "granite", "olmo2", "smollm3", "mixtral", "qwen3_moe"),
+    *("phi3", "phi3 longrope", "qwen2_moe", "gpt_oss"),
+)
+EXPERTS = {
+    "mixtral": ("layers.{}.feed_forward.experts.w{}.weight", "132"),
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+    "gpt_oss": ("model.layers.{}.mlp.experts.{}_proj.weight", ("gate", "up", "down")),
+}
+# in llama.cpp every layer has experts, none of these but gpt-oss has a window, and its numbers are fixed
+EXPERT_CHANGES: dict[str, dict[str, Any]] = {
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {},
+    "qwen3_moe": {"decoder_sparse_step": 1, "attention_bias": False},
+    "gpt_oss": {"swiglu_limit": 7.0},
+}
 
 
 def _random(model: Any) -> Any:
@@ -43,20 +60,24 @@ class _Split:
         name, parts = EXPERTS[self.config.model_type]
         for path, parameter in self.model.named_parameters():
             if ".experts." not in path:
-                yield path, parameter
+                ending = ".weight" if path.endswith("sinks") else ""
+                yield path + ending, parameter[0] if "shared_expert_gate" in path else parameter
                 continue
             layer = path.split(".")[2]
-            matrices = parameter.chunk(2, dim=1) if "gate_up" in path else [parameter]
+            is_bias = path.endswith("_bias")
+            matrices = [parameter]
+            if self.config.model_type == "gpt_oss":  # [E, in, out], gate and up by turns
+                turned = parameter if is_bias else parameter.transpose(1, 2)
+                matrices = [turned[:, ::2], turned[:, 1::2]] if "gate_up" in path else [turned]
+            elif "gate_up" in path:
+                matrices = list(parameter.chunk(2, dim=1))
             for part, matrix in zip(parts[:2] if "gate_up" in path else parts[2:], matrices, strict=True):
-                yield name.format(layer, part), matrix.clone()
+                yield name.format(layer, part).replace("weight", "bias" if is_bias else "weight"), matrix.clone()
 
 
 def _model(name: str, **sizes: int) -> Any:
-    if name in EXPERTS:  # in llama.cpp every layer has them, and none of these has a window
-        changes = (
-            {"decoder_sparse_step": 1, "attention_bias": False} if name == "qwen3_moe" else {"sliding_window": None}
-        )
-        config = AutoConfig.for_model(name, **DECODERS[name].values | changes | sizes)
+    if name in EXPERTS:
+        config = AutoConfig.for_model(name, **DECODERS[name].values | EXPERT_CHANGES[name] | sizes)
         config._experts_implementation = "eager"
         model = _random(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
     elif name != "smollm3":
@@ -71,6 +92,11 @@ def _model(name: str, **sizes: int) -> Any:
     return model
 
 
+def _blocks_of_32(name: str) -> gguf.GGMLQuantizationType:
+    is_narrow = "down_proj" in name  # rows of 44
+    return gguf.GGMLQuantizationType.F32 if is_narrow else gguf.GGMLQuantizationType.Q8_0
+
+
 def _metadata(name: str, config: Any) -> Edit:
     def add(writer: gguf.GGUFWriter) -> None:
         if name == "gemma2":
@@ -78,10 +104,27 @@ def _metadata(name: str, config: Any) -> Edit:
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
         if name in EXPERTS:
-            writer.add_expert_count(config.num_local_experts)
+            writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
-        if name == "qwen3_moe":
+        if name in ("qwen2_moe", "qwen3_moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if name == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        if name == "gpt_oss":
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+            writer.add_rope_scaling_orig_ctx_len(config.rope_parameters["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(config.rope_parameters["beta_fast"])
+        if name == "phi3":
+            writer.add_sliding_window(config.sliding_window)
+        if name == "phi3 longrope":
+            original = config.original_max_position_embeddings
+            writer.add_sliding_window(0)
+            writer.add_rope_scaling_orig_ctx_len(original)
+            factor = config.max_position_embeddings / original
+            writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(factor) / math.log(original)))
         if name == "granite":
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)
@@ -93,7 +136,11 @@ def _metadata(name: str, config: Any) -> Edit:
 
 def _written(name: str, path: Path, model: Any) -> Path:
     written = _Split(model) if name in EXPERTS else model
-    return write_gguf(path / "x.gguf", written, edit=_metadata(name, model.config))
+    extra = None
+    if name == "phi3 longrope":
+        lists = {kind: np.array(model.config.rope_parameters[f"{kind}_factor"]) for kind in ("long", "short")}
+        extra = {f"rope_factors_{kind}.weight": values for kind, values in lists.items()}
+    return write_gguf(path / "x.gguf", written, edit=_metadata(name, model.config), extra=extra)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,6 +158,12 @@ FAULTS: dict[str, dict[str, Any]] = {
     "gemma2": {"logit_softcap": None},
     "granite": {"logit_scale": 1.0},
 }
+# what an architecture's row fixes, of the blocks
+BLOCK_FAULTS: dict[str, dict[str, dict[str, Any]]] = {
+    "phi3": {"attention": {"window": None}},
+    "qwen2_moe": {"feed_forward": {"normalized": True}},
+    "gpt_oss": {"feed_forward": {"up_offset": 0.0}},
+}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -119,6 +172,48 @@ def test_an_architecture_read_without_what_is_its_own_is_rejected(name: str, tmp
     checkpoint = load_checkpoint(_written(name, tmp_path, model))
     broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, **FAULTS[name]))
     assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", BLOCK_FAULTS)
+def test_an_architecture_whose_blocks_are_read_otherwise_is_rejected(name: str, tmp_path: Path) -> None:
+    model = _model(name)
+    checkpoint = load_checkpoint(_written(name, tmp_path, model))
+    blocks = tuple(
+        dataclasses.replace(
+            block, **{part: dataclasses.replace(getattr(block, part), **v) for part, v in BLOCK_FAULTS[name].items()}
+        )
+        for block in checkpoint.config.blocks
+    )
+    broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=blocks))
+    assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+def test_a_gpt_oss_whose_yarn_is_truncated_is_rejected(tmp_path: Path) -> None:
+    model = _model("gpt_oss")
+    checkpoint = load_checkpoint(_written("gpt_oss", tmp_path, model))
+    blocks = []
+    for block in checkpoint.config.blocks:
+        rotary = block.attention.rotary
+        assert rotary is not None
+        assert isinstance(rotary.scaling, YarnScaling)
+        rotary = dataclasses.replace(rotary, scaling=dataclasses.replace(rotary.scaling, truncate=True))
+        blocks.append(dataclasses.replace(block, attention=dataclasses.replace(block.attention, rotary=rotary)))
+    broken = dataclasses.replace(checkpoint, config=dataclasses.replace(checkpoint.config, blocks=tuple(blocks)))
+    assert relative_difference(broken, model, token_ids(12)) > 100 * TOLERANCE
+
+
+def test_joined_quantised_matrices_are_split_and_exported_exactly(tmp_path: Path) -> None:
+    model = _model("phi3")
+    path = write_gguf(tmp_path / "x.gguf", model, kind=_blocks_of_32, edit=_metadata("phi3", model.config))
+    checkpoint = load_checkpoint(path)
+    assert relative_difference(checkpoint, model, token_ids(12)) < TOLERANCE
+    for ours in ("attention.key", "attention.value", "feed_forward.gate", "feed_forward.up"):
+        stored = checkpoint.stored[f"blocks.1.{ours}.weight"]
+        assert stored.kind == gguf.GGMLQuantizationType.Q8_0
+        assert np.array_equal(stored.dequantize(), checkpoint.weights[f"blocks.1.{ours}.weight"].numpy())
+    bundle = export(path, tmp_path / "bundle", precision="gguf", context=24)
+    assert bundle.certificate
+    assert all(check.passed for check in bundle.certificate)
 
 
 def test_quantised_experts_are_read_and_exported_exactly(tmp_path: Path) -> None:
@@ -134,6 +229,31 @@ def test_quantised_experts_are_read_and_exported_exactly(tmp_path: Path) -> None
     assert bundle.fusions["experts"] == 2
     assert bundle.certificate
     assert all(check.passed for check in bundle.certificate)
+
+
+def test_gpt_oss_experts_of_mxfp4_are_read(tmp_path: Path) -> None:
+    """As the published files have them: experts in 4-bit floats, their biases and the rest in floats."""
+    model, mxfp4 = _model("gpt_oss", hidden_size=64, intermediate_size=32), gguf.GGMLQuantizationType.MXFP4
+
+    def kind(name: str) -> gguf.GGMLQuantizationType:
+        is_expert = ".experts." in name and name.endswith("weight")
+        return mxfp4 if is_expert else gguf.GGMLQuantizationType.F32
+
+    path = write_gguf(tmp_path / "x.gguf", _Split(model), kind=kind, edit=_metadata("gpt_oss", model.config))
+    checkpoint = load_checkpoint(path)
+    experts = model.model.layers[1].mlp.experts
+    expected = {
+        "gate": experts.gate_up_proj[..., ::2],
+        "up": experts.gate_up_proj[..., 1::2],
+        "down": experts.down_proj,
+    }
+    for part, matrix in expected.items():
+        rows = matrix.detach().transpose(1, 2).contiguous().numpy()
+        decoded = dequantize(quantize(rows, mxfp4), mxfp4).reshape(rows.shape)
+        assert np.array_equal(checkpoint.weights[f"blocks.1.feed_forward.experts.{part}.weight"].numpy(), decoded)
+        assert np.abs(decoded - rows).max() > 0
+    bias = checkpoint.weights["blocks.1.feed_forward.experts.up.bias"]
+    assert torch.equal(bias, experts.gate_up_proj_bias.detach()[:, 1::2])
 
 
 @pytest.mark.parametrize("name", EXPERTS)

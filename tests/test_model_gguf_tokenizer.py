@@ -37,6 +37,9 @@ CORPUS = (
     "\n",
     "a",
 )
+PRE_NAMES = ("smollm", "gpt-2", "qwen2", "llama-bpe", "smaug-bpe", "tekken", "gpt-4o", "command-r", "falcon", "olmo")
+OTHERS = {"smollm": "gpt-2", "qwen2": "llama-bpe", "gpt-4o": "tekken", "command-r": "smollm", "falcon": "olmo"}
+OTHERS |= {"olmo": "gpt-2", "tekken": "qwen2"}
 SPECIAL = (
     "<|begin|>user\nHi there<|end|>\n<|begin|>assistant\n",
     "no space<|end|>around 12<|end|>34  <|end|>  5",
@@ -115,30 +118,29 @@ def _reference(trained: Tokenizer, pre: str) -> Tokenizer:
         whole_words = pre in ("llama-bpe", "tekken")
         reference = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
         llama3 = TikTokenConverter().pattern
-        patterns = {"llama-bpe": llama3, "smaug-bpe": llama3, "tekken": GGUF_PRE_TOKENIZER_SPLITS["tekken"]}
-        if pre == "smollm":
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            reference.pre_tokenizer = pre_tokenizers.Sequence(
-                [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-            )
-        else:
-            reference.pre_tokenizer = _split_like(patterns[pre])
+        patterns = GGUF_PRE_TOKENIZER_SPLITS | {"llama-bpe": llama3, "smaug-bpe": llama3}
+        byte_level, triples = pre_tokenizers.ByteLevel(add_prefix_space=False), Regex("[0-9][0-9][0-9]")
+        split, marks = pre_tokenizers.Split(triples, behavior="isolated"), pre_tokenizers.Punctuation("contiguous")
+        digits, falcon = [pre_tokenizers.Digits(True), byte_level], [marks, byte_level, pre_tokenizers.Digits(), split]
+        sequence = {"smollm": digits, "command-r": digits, "falcon": falcon, "olmo": [byte_level]}.get(pre)
+        reference.pre_tokenizer = pre_tokenizers.Sequence(sequence) if sequence else _split_like(patterns[pre])
+        reference.normalizer = normalizers.NFC() if pre in ("command-r", "olmo") else reference.normalizer
     reference.post_processor = None
     reference.add_special_tokens(["<|begin|>", "<|end|>"])
     reference.add_tokens(["<think>"])
     return reference
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "qwen2", "llama-bpe", "smaug-bpe", "tekken"])
+@pytest.mark.parametrize("pre", PRE_NAMES)
 def test_ids_equal_the_tokenizer_that_the_family_ships(pre: str, trained: Tokenizer) -> None:
     mine, reference = _read(_metadata(trained, pre)), _reference(trained, pre)
     for text in CORPUS + SPECIAL:
         assert mine.encode(text).ids == reference.encode(text).ids, text
 
 
-@pytest.mark.parametrize(("pre", "other"), [("smollm", "gpt-2"), ("qwen2", "llama-bpe"), ("tekken", "qwen2")])
-def test_the_corpus_tells_pre_tokenizers_apart(pre: str, other: str, trained: Tokenizer) -> None:
-    mine, reference = _read(_metadata(trained, pre)), _reference(trained, other)
+@pytest.mark.parametrize("pre", OTHERS)
+def test_the_corpus_tells_pre_tokenizers_apart(pre: str, trained: Tokenizer) -> None:
+    mine, reference = _read(_metadata(trained, pre)), _reference(trained, OTHERS[pre])
     assert any(mine.encode(text).ids != reference.encode(text).ids for text in CORPUS)
 
 

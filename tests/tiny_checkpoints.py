@@ -33,12 +33,27 @@ from graphport.model_def.checkpoint import Checkpoint
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.transformer import Transformer
 
+Edit = Callable[[gguf.GGUFWriter], None]
+
 CLASSES = {
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+# transformers' model types that llama.cpp calls otherwise
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "phi": "phi2",
+    "gpt_neox": "gptneox",
+    "cohere": "command-r",
 }
 
 # query heads, kv heads, head size and hidden / heads are all different
@@ -148,7 +163,7 @@ def write_gguf(
     *,
     kind: gguf.GGMLQuantizationType | Callable[[str], gguf.GGMLQuantizationType] = gguf.GGMLQuantizationType.F32,
     extra: dict[str, np.ndarray] | None = None,
-    edit: Callable[[gguf.GGUFWriter], None] = lambda _writer: None,
+    edit: Edit = lambda _writer: None,
 ) -> Path:
     """Write `model` as llama.cpp's converter does: gguf's names, q and k of llamas permuted, 1 + the norms of gemmas.
 
@@ -157,12 +172,11 @@ def write_gguf(
     blocks. `extra` adds float32 tensors, `edit` adds metadata.
     """
     config = model.config
-    architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(
-        config.model_type, config.model_type.removesuffix("_text")
-    )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type.removesuffix("_text"))
+    member = next(member for member, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(member, config.num_hidden_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": _first(config, "num_key_value_heads")}
     writer = gguf.GGUFWriter(path, architecture)
     _add_sizes(writer, config, head_dim)
     edit(writer)
@@ -198,17 +212,28 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(_first(config, "intermediate_size", "ffn_hidden_size", "n_inner"))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = _first(config, "num_kv_heads", "num_key_value_heads")
+    if kv_heads is not None:
+        writer.add_head_count_kv(kv_heads)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(head_dim)
-    if head_dim * config.num_attention_heads != config.hidden_size:
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(_first(config, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"))
+    if hasattr(config, "rope_parameters"):
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        writer.add_rope_freq_base(rope["rope_theta"])
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
+    is_latent = hasattr(config, "kv_lora_rank")  # whose heads have several sizes
+    if head_dim * config.num_attention_heads != config.hidden_size and not is_latent:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
