@@ -4,6 +4,7 @@ In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM, GRAPHPORT_GEM
 Out: fixtures. Nothing downloads.
 """
 
+import logging
 import os
 import random
 import sys
@@ -100,6 +101,15 @@ def _seeded() -> None:
     if torch is not None:
         torch.manual_seed(SEED)
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_logging() -> Iterator[None]:
+    """Commands that run in the tests' process set up its log; the next test finds it as it was."""
+    root, ours = logging.getLogger(), logging.getLogger("graphport")
+    before = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], root.level, ours.level = before
 
 
 @pytest.fixture

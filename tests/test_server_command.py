@@ -1,10 +1,8 @@
 """`graphport serve` before anything is served: names of models, missing packages, addresses, keys."""
 
 import json
-import logging
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,6 @@ from graphport.runtime import server as server_module
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_bundle(tmp_path_factory.mktemp("command") / "tiny", tokenizer=True).folder
-
-
-@pytest.fixture(autouse=True)
-def _same_logging() -> Iterator[None]:
-    """The command sets up the process's log."""
-    root, ours = logging.getLogger(), logging.getLogger("graphport")
-    before = root.handlers[:], root.level, ours.level
-    yield
-    root.handlers[:], root.level, ours.level = before
 
 
 @pytest.fixture
