@@ -33,24 +33,48 @@ class RecurrentModel(OpenEncoder):
         """Logits [B, S, V] of new ids [B, S], and the state after them.
 
         `state`: what an earlier step gave for the same B texts, which it leaves as it is; None begins texts. Raises
-        ValueError for ids and states that do not fit, and FloatingPointError when the model overflows.
+        TypeError and ValueError for ids and states that do not fit, and FloatingPointError when the model overflows.
         """
         config = self.manifest.config
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # rows of several lengths
+            array = np.empty(0)
         if array.ndim != 2 or not array.size or not np.issubdtype(array.dtype, np.integer):
             raise ValueError("ids must be whole numbers [rows, tokens], rows of one length and at least one token")
         if len(array) > self.max_batch:
             raise ValueError(f"{len(array)} rows are more than max_batch ({self.max_batch}) of load")
         if array.min() < 0 or array.max() >= config.vocab_size:
             raise ValueError(f"ids must lie in 0 .. {config.vocab_size - 1}, got {array.min()} .. {array.max()}")
-        before = state or empty_state(self._open_session(), len(array))
-        if any(len(tensor) != len(array) for tensor in before.tensors):
-            raise ValueError(f"the state is of {len(before.tensors[0])} rows, ids have {len(array)}")
+        before = empty_state(self._open_session(), len(array))
+        if state is not None:
+            _require_state(state, like=before)
+            before = state
         if before.length + array.shape[1] > self.max_length:
             raise ValueError(f"{before.length + array.shape[1]} tokens are more than max_length ({self.max_length})")
         logits, after = step(self._open_session(), array, before)
         require_finite(logits)
         return logits, after
+
+
+def _require_state(state: object, *, like: RecurrentState) -> None:
+    """Raise TypeError for what is no state, ValueError for one of another model or of other rows than `like`."""
+    if not isinstance(state, RecurrentState):
+        raise TypeError(f"state must be what an earlier step gave, or None; got a {type(state).__name__}")
+    if isinstance(state.length, bool) or not isinstance(state.length, int) or state.length < 0:
+        raise ValueError(f"the state's length must be a number of tokens, got {state.length!r}; give states unchanged")
+    found, wanted = ([(np.shape(tensor)[1:], _kind(tensor)) for tensor in one.tensors] for one in (state, like))
+    if found != wanted:
+        raise ValueError("the state is not of this model: shapes or dtypes differ; give what its own step gave")
+    rows, needed = ({len(tensor) for tensor in one.tensors} for one in (state, like))
+    if rows != needed:
+        raise ValueError(f"the state is of {min(rows - needed)} rows, ids have {min(needed)}")
+    if not all(np.isfinite(tensor).all() for tensor in state.tensors):
+        raise ValueError("the state has numbers that are not finite; begin the texts again")
+
+
+def _kind(tensor: object) -> str:
+    return str(tensor.dtype) if isinstance(tensor, np.ndarray) else type(tensor).__name__
 
 
 class ServedRecurrent:

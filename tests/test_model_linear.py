@@ -168,6 +168,21 @@ def test_ids_and_states_that_do_not_fit_are_refused(bundle: str) -> None:
             model.step([[5, 100]])
         with pytest.raises(ValueError, match="the state is of 2 rows, ids have 1"):
             model.step([[1]], state)
+        with pytest.raises(ValueError, match="ids must be whole numbers"):
+            model.step([[1, 2], [3]])
+        other = tuple(tensor[..., :8] for tensor in state.tensors)
+        wide = tuple(tensor.astype(np.float64) for tensor in state.tensors)
+        for tensors in (state.tensors[:-1], state.tensors[::-1], other, wide, ()):
+            with pytest.raises(ValueError, match="the state is not of this model: shapes or dtypes differ"):
+                model.step([[1], [3]], state._replace(tensors=tensors))
+        for given in (state.tensors, tuple(state), [], 0):  # what is empty begins no text
+            with pytest.raises(TypeError, match="state must be what an earlier step gave, or None"):
+                model.step([[1], [3]], given)  # type: ignore[arg-type]  # what a caller may pass
+        for length in (-1, 1.5, True):
+            with pytest.raises(ValueError, match="length must be a number of tokens"):
+                model.step([[1], [3]], state._replace(length=length))  # type: ignore[arg-type]  # as above
+        with pytest.raises(ValueError, match="the state has numbers that are not finite"):
+            model.step([[1], [3]], state._replace(tensors=tuple(tensor * np.nan for tensor in state.tensors)))
         with pytest.raises(ValueError, match=r"129 tokens are more than max_length \(128\)"):
             model.step(np.ones((2, 127), np.int64), state)
     with pytest.raises(RuntimeError, match="this RecurrentModel is closed"):
