@@ -37,5 +37,10 @@ def _integers(ids: object, name: str) -> tuple[int, ...]:
         raise TypeError(f"{name} is of type {type(ids).__name__}; give a str or a list of ids")
     for value in ids:
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
-            raise TypeError(f"{name} holds {value!r} ({type(value).__name__}); ids are integers")
+            shown = (
+                f"{value!r} ({type(value).__name__})"
+                if value is None or np.isscalar(value)
+                else f"a {type(value).__name__}"
+            )
+            raise TypeError(f"{name} holds {shown}; ids are integers")
     return tuple(int(value) for value in ids)

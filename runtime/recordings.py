@@ -6,7 +6,6 @@ and what to do. Files need soundfile, other rates soxr (extra `audio`), when the
 
 import numbers
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ Recording = str | os.PathLike[str] | tuple[NDArray[np.floating[Any]], int]
 
 INSTALL = "pip install 'graphport[audio]'"
 _MOST_CHANNELS = 32
+_LOUDEST = 16.0  # 24 dB above what a file of whole numbers can hold: beyond it the samples have another scale
 _RATES = range(1_000, 768_001)
 
 
@@ -41,6 +41,12 @@ def read_recording(given: object, name: str, *, longest: int) -> Samples:
         raise ValueError(f"{name} is empty: there is nothing to hear; give a recording with samples")
     if not np.isfinite(samples).all():
         raise ValueError(f"{name} holds samples that are not finite; give numbers between -1 and 1")
+    loudest = float(max(samples.max(), -samples.min()))
+    if loudest > _LOUDEST:
+        raise ValueError(
+            f"{name} reaches {loudest:.6g}, and samples lie between -1 and 1; divide them by the scale they have (that "
+            "of int16 is 32768)"
+        )
     seconds, most = len(samples) / rate, longest / SAMPLING_RATE
     if seconds > most:
         raise ValueError(
@@ -58,7 +64,7 @@ def _from_file(path: "str | os.PathLike[str]", name: str) -> tuple[Samples, int]
         raise ModuleNotFoundError(
             f"{name} is a file, and files need soundfile: {INSTALL}; samples are given as (float array, sampling rate)"
         ) from error
-    if not Path(path).is_file():
+    if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that are too long
         raise ValueError(f"{name}: no file at {os.fspath(path)!r}; give the path of a WAV or FLAC file")
     try:
         samples, rate = soundfile.read(path, dtype="float32")

@@ -97,6 +97,7 @@ def test_a_bare_prompt_where_a_list_is_needed_is_refused(model: LanguageModel, m
         ([1.0], TypeError, r"prompt 1 holds 1.0 \(float\); ids are integers"),
         ([None], TypeError, r"prompt 1 holds None \(NoneType\); ids are integers"),
         (["a"], TypeError, r"prompt 1 holds 'a' \(str\); ids are integers"),
+        ([np.arange(9), 9], TypeError, "prompt 1 holds a ndarray; ids are integers"),
         (b"ab", TypeError, "prompt 1 is of type bytes"),
         (np.array([1.0, 2.0]), TypeError, r"prompt 1 is a float64 array of shape \[2\]; give one row of integer ids"),
         (np.array([True]), TypeError, "prompt 1 is a bool array"),

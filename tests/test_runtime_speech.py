@@ -179,6 +179,10 @@ def test_old_checkpoints_say_language_and_task_by_place() -> None:
         ),
         ((np.zeros(0, np.float32), RATE), {}, "prompt 0 is empty: there is nothing to hear"),
         ((np.full(9, np.nan, np.float32), RATE), {}, "prompt 0 holds samples that are not finite"),
+        ((SOUND * np.float32(32767), RATE), {}, r"prompt 0 reaches \d+\.\d+, and samples lie between -1 and 1; divide"),
+        ((np.full(900, -1e300), 8_000), {}, r"prompt 0 reaches 1e\+300, and samples lie between -1 and 1"),
+        ((np.full((900, 2), 3e38, np.float32), RATE), {}, r"prompt 0 reaches 3e\+38"),
+        ("a" * 5000, {}, "prompt 0: no file at 'aaa"),
         ((np.zeros((2, 900), np.float32), RATE), {}, r"prompt 0 is an array \[2, 900\]; samples are \[n\] or"),
         ((SOUND, 0), {}, "prompt 0 has the sampling rate 0; it must lie in 1000"),
         ("nowhere.wav", {}, "prompt 0: no file at 'nowhere.wav'"),
@@ -265,6 +269,7 @@ def test_transcribe_writes_down_a_file(bundle: Path, lm: LanguageModel, tmp_path
         (["serve", "BUNDLE"], "is an encoder_decoder, for which there is no route"),
         (["tune", "BUNDLE"], "only decoders for cpu are tuned"),
         (["prepare", "BUNDLE"], "only decoders are packed"),
+        (["chat", "BUNDLE"], "is an encoder-decoder, and chat is for decoders; use `graphport generate`"),
         (["eval", "BUNDLE", "text.txt"], "this model reads a source first"),
     ],
 )

@@ -87,8 +87,10 @@ def generate(
 def chat(bundle: BundlePath, *, _debug: Debug = False) -> None:
     """Talk with the model, greedily (temperature 0), one line a turn; /reset starts again, /exit ends."""
     sampling = _sampling(_CHAT_NEW_TOKENS, temperature=0.0)
-    from graphport.runtime import load_language_model
+    from graphport.runtime import load_language_model, open_bundle
 
+    if open_bundle(bundle).manifest.kind == "encoder_decoder":
+        raise ValueError(f"{bundle} is an encoder-decoder, and chat is for decoders; use `graphport generate`")
     lm = load_language_model(bundle, max_batch=1, prefix_cache_bytes=_CHAT_PREFIX_BYTES)
     failed = chat_turns(lm, sampling, lines=iter(_read_line, None), write=_write, note=cli_tables.print_line)
     if failed:
