@@ -72,6 +72,8 @@ class LanguageModel:
     ) -> None:
         if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
             what, use = f"an {bundle.manifest.kind}, which continues no text", "encode or embed"
+            if bundle.manifest.kind == "image_encoder":
+                what, use = "an image encoder, which continues no text", "load and encode_images or classify_images"
             if bundle.manifest.kind == "recurrent_decoder":
                 what, use = "a recurrent decoder, whose states no KV cache holds", "load and step"
             raise ValueError(f"{bundle.folder} is {what}; use {use}")

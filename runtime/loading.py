@@ -20,6 +20,12 @@ from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
 from graphport.runtime.open_language_model import load_language_model
 from graphport.runtime.recurrent_model import RecurrentModel
 
+_REFUSING = {
+    "encoder": "an encoder, which has no cache and no decode steps",
+    "image_encoder": "an image encoder, which has no cache and no decode steps",
+    "recurrent_decoder": "a recurrent decoder, which has no KV cache and whose caller steps",
+}
+
 
 def load(
     bundle: str | os.PathLike[str],
@@ -71,22 +77,20 @@ def load(
             tuned=tuned,
             strict=strict,
         )
-    kind = "encoder of texts and images" if towers else files.manifest.kind
+    kind = "a bundle of two towers" if towers else _REFUSING[files.manifest.kind]
     refused = {
         "prefill_chunk": prefill_chunk is not None,
         "prefix_cache_bytes": prefix_cache_bytes != 0,
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
-        "cuda_graphs": cuda_graphs is True,
+        "cuda_graphs": cuda_graphs not in ("auto", False),
         "spinning": spinning is not None,
         "prepared": prepared is True,
         "max_length": towers is not None and max_length is not None,
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
-        raise ValueError(
-            f"{names} cannot be heeded: {Path(bundle)} is an {kind}, which has no cache and no decode steps"
-        )
+        raise ValueError(f"{names} cannot be heeded: {Path(bundle)} is {kind}; leave it out")
     if towers is not None:
         return load_dual_encoder(
             bundle,

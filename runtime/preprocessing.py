@@ -31,6 +31,7 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
             "are given as float32 arrays [channels, height, width]"
         ) from error
     if isinstance(source, Image.Image):
+        _require_readable(source, name)
         return source
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
@@ -40,8 +41,18 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
     try:
         with Image.open(source) as picture:  # upright and in colours, as `load_image` of transformers gives it
             return ImageOps.exif_transpose(picture).convert("RGB")
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+
+
+def _require_readable(picture: "Image", name: str) -> None:
+    """Raise ValueError for an open picture whose file is torn or closed, or that has no pixel."""
+    try:
+        picture.load()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+    if 0 in picture.size:
+        raise ValueError(f"{name} has no pixel: its size is {picture.width} x {picture.height}; give another picture")
 
 
 def picture_pixels(picture: "Image", config: PreprocessingConfig, *, channels: int, name: str) -> Pixels:

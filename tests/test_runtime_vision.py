@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from graphport.cli import app
 from graphport.export import export
 from graphport.model_def.huggingface_preprocessing import read_preprocessing
-from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder
+from graphport.runtime import ImageEncoder, load, load_encoder, load_image_encoder, load_language_model
 from graphport.runtime.preprocessing import picture_pixels
 
 KINDS = {"clip vision projection": {}, "vit classifier": {"image_size": (32, 32)}, "siglip no head": {}}
@@ -150,6 +150,21 @@ def test_pictures_that_cannot_be_read_are_refused(
         clip.encode_images([tmp_path / "torn.png"])
     with pytest.raises(ValueError, match=r"image 1 cannot be read as a picture: .*missing\.png"):
         clip.encode_images([_picture(40, 40), tmp_path / "missing.png"])
+    with pytest.raises(ValueError, match=r"image 0 cannot be read as a picture: .*null"):
+        clip.encode_images(["a\0b.png"])
+    _picture(40, 40).save(tmp_path / "cut.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "cut.png").read_bytes()[:-40])
+    with (
+        Image.open(tmp_path / "cut.png") as opened,
+        pytest.raises(ValueError, match=r"image 0 cannot be read as a picture: .*truncated"),
+    ):
+        clip.encode_images([opened])
+    closed = _picture(40, 40)
+    closed.close()
+    with pytest.raises(ValueError, match="image 0 cannot be read as a picture: Operation on closed image"):
+        clip.encode_images([closed])
+    with pytest.raises(ValueError, match="image 1 has no pixel: its size is 0 x 5"):
+        clip.encode_images([_picture(40, 40), Image.new("RGB", (0, 5))])
     with load_image_encoder(bundles["siglip no head"]) as other:
         with pytest.raises(ValueError, match=r"exported without preprocessor_config\.json"):
             other.encode_images([_picture(32, 32)]) if other.image.readout else other.hidden_states([_picture(32, 32)])
@@ -199,8 +214,12 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
             opened.encode_images(make_pixels(1, 16, 16).numpy(), batch_size=3)
     with pytest.raises(ValueError, match="is an image encoder, which embeds no text; use encode_images"):
         load_encoder(bundles["clip vision projection"])
-    with pytest.raises(ValueError, match="draft cannot be heeded"):
+    with pytest.raises(ValueError, match=r"draft cannot be heeded: .* is an image encoder, which has no cache"):
         load(bundles["clip vision projection"], draft="x")
+    with pytest.raises(ValueError, match="cuda_graphs cannot be heeded"):
+        load(bundles["clip vision projection"], cuda_graphs="always")  # type: ignore[arg-type]  # what a caller may pass
+    with pytest.raises(ValueError, match="is an image encoder, which continues no text; use load and encode_images"):
+        load_language_model(bundles["clip vision projection"])
 
 
 def test_the_command_line_exports_a_size_and_reports_it(tmp_path: Path) -> None:
