@@ -4,6 +4,7 @@ In: numbers and kinds. Out: frozen records, validated at construction. Torch-fre
 `classifier.py`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -109,3 +110,7 @@ class SimilarityConfig:
 
     def __post_init__(self) -> None:
         require_positive("similarity scale", self.scale)
+        if isinstance(self.bias, bool) or not isinstance(self.bias, int | float) or not math.isfinite(self.bias):
+            raise ConfigError(f"similarity bias must be a finite number, got {self.bias!r}")
+        if not isinstance(self.multi_label, bool):
+            raise ConfigError(f"similarity multi_label must be true or false, got {self.multi_label!r}")

@@ -131,12 +131,17 @@ def checked_conditioning(vectors: Any, config: TransformerConfig, *, num_texts: 
     wanted = (num_texts, config.hidden_size)
     if vectors is None:
         raise ValueError(f"this model is conditioned on a vector a text; give conditioning, float {list(wanted)}")
-    array = np.asarray(vectors)
+    try:
+        array = np.asarray(vectors)
+    except ValueError as error:  # vectors of several widths
+        raise ValueError(f"conditioning must be float {list(wanted)}, got vectors of several widths") from error
     if array.shape != wanted or not np.issubdtype(array.dtype, np.floating):
         raise ValueError(f"conditioning must be float {list(wanted)}, got {array.dtype} {list(array.shape)}")
+    with np.errstate(over="ignore"):  # refused below
+        array = array.astype(np.float32)
     if not np.isfinite(array).all():
         raise ValueError("conditioning has numbers that are not finite")
-    return array.astype(np.float32)
+    return array
 
 
 def require_finite(values: NDArray[np.float32]) -> None:

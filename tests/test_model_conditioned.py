@@ -177,6 +177,10 @@ def test_conditioning_that_does_not_fit_is_refused(bundle: str) -> None:
                 model.hidden_states(rows, conditioning=wrong)
         with pytest.raises(ValueError, match="conditioning has numbers that are not finite"):
             model.hidden_states(rows, conditioning=np.full((2, 64), np.nan))
+        with pytest.raises(ValueError, match="conditioning has numbers that are not finite"):  # as float32
+            model.hidden_states(rows, conditioning=np.full((2, 64), 1e300))
+        with pytest.raises(ValueError, match=r"must be float \[2, 64\], got vectors of several widths"):
+            model.hidden_states(rows, conditioning=[[1.0] * 64, [1.0]])  # type: ignore[arg-type]  # as a caller may
         with pytest.raises(ValueError, match="no pooling, so no vector a text; use hidden_states"):
             model.encode(rows)
 

@@ -335,6 +335,9 @@ def test_a_folder_whose_towers_cannot_be_compared_is_refused(
         (lambda: PoolingConfig(bias=True), "a pooling bias needs the linear layer"),
         (lambda: PoolingConfig(width=0), "pooling width must be"),
         (lambda: SimilarityConfig(scale=-1.0), "similarity scale must be a positive number"),
+        (lambda: SimilarityConfig(scale=1.0, bias=None), "similarity bias must be a finite number, got None"),
+        (lambda: SimilarityConfig(scale=1.0, bias=float("nan")), "similarity bias must be a finite number, got nan"),
+        (lambda: SimilarityConfig(scale=1.0, multi_label="no"), "similarity multi_label must be true or false"),
     ],
 )
 def test_readouts_that_contradict_themselves_are_refused(make: Any, reason: str) -> None:
