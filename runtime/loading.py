@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphport.model_def.signature import KIND_WORDS
 from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_options import OptionValue
@@ -71,7 +72,7 @@ def load(
             tuned=tuned,
             strict=strict,
         )
-    kind = "encoder of texts and images" if towers else files.manifest.kind
+    kind = "an encoder of texts and images" if towers else KIND_WORDS[files.manifest.kind]
     refused = {
         "prefill_chunk": prefill_chunk is not None,
         "prefix_cache_bytes": prefix_cache_bytes != 0,
@@ -84,9 +85,7 @@ def load(
     }
     if any(refused.values()):
         names = " and ".join(name for name, is_given in refused.items() if is_given)
-        raise ValueError(
-            f"{names} cannot be heeded: {Path(bundle)} is an {kind}, which has no cache and no decode steps"
-        )
+        raise ValueError(f"{names} cannot be heeded: {Path(bundle)} is {kind}, which has no cache and no decode steps")
     if towers is not None:
         return load_dual_encoder(
             bundle,
