@@ -67,7 +67,8 @@ def check_layouts(layouts: Sequence[Layout], plan: CompilePlan) -> None:
     for layout in layouts:
         wish = f"layout {layout.name}, for {layout.runtime},"
         if not plan.config.is_decoder or plan.config.image is not None:
-            raise LayoutError(f"{wish} is a decoder's, and this is an encoder; leave --layout out")
+            found = "a recurrent decoder" if plan.config.is_recurrent else "an encoder"
+            raise LayoutError(f"{wish} is a decoder's over a KV cache, and this is {found}; leave --layout out")
         if plan.config.encoder is not None:
             raise LayoutError(f"{wish} is a decoder's, and this is an encoder-decoder; leave --layout out")
         shapes = {(block.attention.num_kv_heads, block.attention.head_dim) for block in plan.config.blocks}

@@ -21,6 +21,13 @@ from graphport.model_def.forced_tokens import ForcedTokens
 from graphport.model_def.window_rows import WindowRows, rows_of
 
 Kind = Literal["decoder", "encoder", "image_encoder", "encoder_decoder", "recurrent_decoder"]
+KIND_WORDS: dict[Kind, str] = {
+    "decoder": "a decoder",
+    "encoder": "an encoder",
+    "image_encoder": "an image encoder",
+    "encoder_decoder": "an encoder-decoder",
+    "recurrent_decoder": "a recurrent decoder",
+}
 DType = Literal["float32", "float16", "bfloat16", "float8e4m3fn", "int64", "int32", "int8", "uint8"]
 
 MANIFEST_FORMAT = 1

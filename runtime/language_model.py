@@ -16,6 +16,7 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.signature import KIND_WORDS
 from graphport.runtime.background import Background
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_options import OptionValue
@@ -71,7 +72,7 @@ class LanguageModel:
         prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
-            what, use = f"an {bundle.manifest.kind}, which continues no text", "encode or embed"
+            what, use = f"{KIND_WORDS[bundle.manifest.kind]}, which continues no text", "encode or embed"
             if bundle.manifest.kind == "image_encoder":
                 what, use = "an image encoder, which continues no text", "load and encode_images or classify_images"
             if bundle.manifest.kind == "recurrent_decoder":

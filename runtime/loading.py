@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphport.model_def.signature import KIND_WORDS
 from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_options import OptionValue
@@ -19,12 +20,6 @@ from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
 from graphport.runtime.open_language_model import load_language_model
 from graphport.runtime.recurrent_model import RecurrentModel
-
-_REFUSING = {
-    "encoder": "an encoder, which has no cache and no decode steps",
-    "image_encoder": "an image encoder, which has no cache and no decode steps",
-    "recurrent_decoder": "a recurrent decoder, which has no KV cache and whose caller steps",
-}
 
 
 def load(
@@ -77,7 +72,7 @@ def load(
             tuned=tuned,
             strict=strict,
         )
-    kind = "a bundle of two towers" if towers else _REFUSING[files.manifest.kind]
+    kind = "an encoder of texts and images" if towers else KIND_WORDS[files.manifest.kind]
     refused = {
         "prefill_chunk": prefill_chunk is not None,
         "prefix_cache_bytes": prefix_cache_bytes != 0,

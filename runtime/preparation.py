@@ -20,6 +20,7 @@ from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import (
     BARE_GRAPH_FILE,
     GRAPH_FILE,
+    KIND_WORDS,
     PREPARED_FILE,
     PREPARED_FOLDER,
     WEIGHTS_FILE,
@@ -72,7 +73,7 @@ def prepare(bundle: str | os.PathLike[str]) -> Prepared:
     if files.manifest.target != "cpu":
         raise PrepareError(f"{files.folder} is for {files.manifest.target}; only bundles for the cpu target are packed")
     if files.manifest.kind != "decoder":
-        raise PrepareError(f"{files.folder} is an {files.manifest.kind}; only decoders are packed")
+        raise PrepareError(f"{files.folder} is {KIND_WORDS[files.manifest.kind]}; only decoders are packed")
     kind = processor_kind()
     part = Path(tempfile.mkdtemp(prefix=f".{PREPARED_FOLDER}.", dir=files.folder))
     try:

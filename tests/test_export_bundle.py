@@ -277,7 +277,11 @@ def test_a_manifest_that_is_missing_torn_newer_or_strange_is_refused(tmp_path: P
         (("max_length",), 8.5, "max_length must be a whole number .* got 8.5"),
         (("max_length",), True, "max_length must be a whole number .* got True"),
         (("max_length",), "64", "max_length must be a whole number .* got '64'"),
-        (("kind",), "other", "kind must be one of decoder, encoder, image_encoder, encoder_decoder, got 'other'"),
+        (
+            ("kind",),
+            "other",
+            "kind must be one of decoder, encoder, image_encoder, encoder_decoder, recurrent_decoder, got 'other'",
+        ),
         (("kind",), "encoder", "kind is encoder, but the configuration is a decoder's"),
         (("target",), None, "target must be text, got None"),
         (("source", "name"), 5, "name must be text, got 5"),

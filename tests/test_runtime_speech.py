@@ -266,7 +266,7 @@ def test_transcribe_writes_down_a_file(bundle: Path, lm: LanguageModel, tmp_path
         (["bench", "BUNDLE"], "bench gives random ids, and"),
         (["diff", "BUNDLE", "BUNDLE"], "is an encoder-decoder, and diff feeds a text alone; use `graphport verify"),
         (["report", "BUNDLE", "--times", "--html", "page.html"], "is an encoder-decoder, of which no times are taken"),
-        (["serve", "BUNDLE"], "is an encoder_decoder, for which there is no route"),
+        (["serve", "BUNDLE"], "is an encoder-decoder, for which there is no route"),
         (["tune", "BUNDLE"], "only decoders for cpu are tuned"),
         (["prepare", "BUNDLE"], "only decoders are packed"),
         (["chat", "BUNDLE"], "is an encoder-decoder, and chat is for decoders; use `graphport generate`"),

@@ -214,7 +214,7 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
             opened.encode_images(make_pixels(1, 16, 16).numpy(), batch_size=3)
     with pytest.raises(ValueError, match="is an image encoder, which embeds no text; use encode_images"):
         load_encoder(bundles["clip vision projection"])
-    with pytest.raises(ValueError, match=r"draft cannot be heeded: .* is an image encoder, which has no cache"):
+    with pytest.raises(ValueError, match=r"draft cannot be heeded: .* is an image encoder; leave it out"):
         load(bundles["clip vision projection"], draft="x")
     with pytest.raises(ValueError, match="cuda_graphs cannot be heeded"):
         load(bundles["clip vision projection"], cuda_graphs="always")  # type: ignore[arg-type]  # what a caller may pass

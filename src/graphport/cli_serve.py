@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from graphport.cli_options import Debug
-from graphport.model_def.signature import MANIFEST_FILE
+from graphport.model_def.signature import KIND_WORDS, MANIFEST_FILE
 
 if TYPE_CHECKING:
     from graphport.runtime import Encoder, LanguageModel
@@ -135,7 +135,9 @@ def _is_encoder(folder: Path, max_length: int | None) -> bool:
     manifest = open_bundle(folder).manifest
     kind = manifest.kind
     if kind not in ("decoder", "encoder"):
-        raise ValueError(f"{folder} is an {kind}, for which there is no route; serve decoders and encoders of texts")
+        raise ValueError(
+            f"{folder} is {KIND_WORDS[kind]}, for which there is no route; serve decoders and encoders of texts"
+        )
     if kind == "encoder" and manifest.config.pooling is None:
         config = manifest.config
         what = "has no pooling, so no vector a text"
