@@ -291,7 +291,7 @@ def _without_reuse(
         "prefix_cache_bytes": prefix_cache_bytes != 0,
         "prompt_lookup": prompt_lookup,
         "draft": draft is not None,
-        "cuda_graphs": cuda_graphs is True,
+        "cuda_graphs": cuda_graphs not in ("auto", False),
     }
     names = " and ".join(name for name, is_given in given.items() if is_given)
     if names:

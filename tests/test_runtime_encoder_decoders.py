@@ -175,6 +175,8 @@ def test_what_only_decoders_do_is_refused(lm: LanguageModel, bundle: Path) -> No
         lm.generate([TEXT], dataclasses.replace(GREEDY, num_beams=5))
     with pytest.raises(ValueError, match="prefix_cache_bytes and prompt_lookup cannot be heeded by an encoder-decoder"):
         load(bundle, prefix_cache_bytes=1, prompt_lookup=True)
+    with pytest.raises(ValueError, match="cuda_graphs cannot be heeded by an encoder-decoder"):
+        load(bundle, cuda_graphs="always")  # type: ignore[arg-type]  # what a caller may pass
 
 
 def test_a_target_that_nothing_names_must_be_given(source: Path, bundle: Path, tmp_path: Path) -> None:
