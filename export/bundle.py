@@ -63,7 +63,9 @@ def check_destination(out: Path, *, force: bool) -> None:
     if not (out / MANIFEST_FILE).is_file():
         raise BundleError(f"{out} exists and is no bundle; graphport does not replace it: choose another OUT")
     if not force:
-        raise BundleError(f"{out} holds a bundle already; replace it with --force or choose another OUT")
+        raise BundleError(
+            f"{out} holds a bundle already; replace it with --force (in Python force=True) or choose another OUT"
+        )
 
 
 @contextlib.contextmanager
