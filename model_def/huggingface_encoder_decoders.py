@@ -22,6 +22,11 @@ from graphport.model_def.huggingface_values import (
 )
 from graphport.model_def.position_config import LearnedPosition, RelativeBias, SinusoidalPosition
 
+# read with what generation begins and ends with (see `huggingface_forced_tokens.py`)
+_FORCED_KEYS = (
+    *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"),
+    *("suppress_tokens", "begin_suppress_tokens"),
+)
 _TOKEN_KEYS = ("model_type", "vocab_size", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NEUTRAL = {name: values for name, values in NEUTRAL_VALUES.items() if name != "is_encoder_decoder"} | {
     "is_encoder_decoder": (True,),
@@ -45,7 +50,7 @@ def read_encoder_decoder_config(
 
     Raises CheckpointError for keys and values that are not supported, ConfigError for numbers that no transformer has.
     """
-    read = {*_TOKEN_KEYS, *family.keys.values(), *family.extra_keys}
+    read = {*_TOKEN_KEYS, *_FORCED_KEYS, *family.keys.values(), *family.extra_keys}
     read |= {"scale_embedding"} if _scales_embedding(family) else set()
     notes = check_keys(values, family.model_type, read=read, neutral={**_NEUTRAL, **family.neutral}, ignored=_IGNORED)
     vocab_size = read_integer(values, "vocab_size")

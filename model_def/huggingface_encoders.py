@@ -13,6 +13,7 @@ from graphport.model_def.config import TransformerConfig
 from graphport.model_def.huggingface_values import (
     ENCODER_IGNORED,
     ENCODER_NEUTRAL,
+    LABEL_KEYS,
     Values,
     check_keys,
     or_default,
@@ -225,7 +226,7 @@ def read_encoder_config(values: Values, family: EncoderFamily) -> tuple[Transfor
     """
     if family.model_type == "modernbert":
         return read_modernbert_config(values)
-    read = {*_COMMON_KEYS, *family.keys.values(), *family.extra_keys}
+    read = {*_COMMON_KEYS, *family.keys.values(), *family.extra_keys, *LABEL_KEYS}
     notes = check_keys(values, family.model_type, read=read, ignored=ENCODER_IGNORED, neutral=ENCODER_NEUTRAL)
     size = {name: read_integer(values, key) for name, key in family.keys.items() if name != "activation"}
     if size["hidden_size"] % size["heads"]:

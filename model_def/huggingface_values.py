@@ -49,6 +49,9 @@ _IGNORED_KEYS = frozenset(
     )
 )
 
+# of encoders: read where their classes are
+LABEL_KEYS = ("id2label", "label2id", "problem_type")
+
 # of encoders: accepted at these values alone; whatever stands there beyond them changes the computation
 ENCODER_NEUTRAL: dict[str, tuple[object, ...]] = {
     "position_embedding_type": (None, "absolute"),

@@ -17,6 +17,7 @@ from graphport.model_def.huggingface_preprocessing import read_preprocessing
 from graphport.model_def.huggingface_values import (
     ENCODER_IGNORED,
     ENCODER_NEUTRAL,
+    LABEL_KEYS,
     Values,
     check_keys,
     or_default,
@@ -174,7 +175,7 @@ def read_vision_config(
     notes = check_keys(
         {**tower, "model_type": family.model_type},
         family.model_type,
-        read={*_COMMON_KEYS, *family.keys},
+        read={*_COMMON_KEYS, *family.keys, *LABEL_KEYS},
         ignored=_IGNORED,
         neutral=ENCODER_NEUTRAL,
     )

@@ -35,7 +35,7 @@ def test_the_command_to_run_next_can_be_copied_whatever_the_folder_is_called(
         ("encoder", {"classifier": 1}, "graphport report out, or load it in Python to classify texts"),
         ("encoder", {"masked_head": 1}, "graphport report out, or load it in Python to fill masks"),
         ("image_encoder", {}, "graphport report out, or load it in Python for its images"),
-        ("encoder_decoder", {"encoder": SimpleNamespace(audio=None)}, "graphport generate out "),
+        ("encoder_decoder", {"encoder": SimpleNamespace(audio=None)}, 'graphport generate out "A text to read."'),
         ("encoder_decoder", {"encoder": SimpleNamespace(audio=1)}, "graphport transcribe out recording.wav"),
     ],
 )

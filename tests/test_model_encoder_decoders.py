@@ -267,3 +267,11 @@ def test_cross_attention_without_an_encoder_is_no_config(read: Read) -> None:
     with pytest.raises(ConfigError, match="cross_attention sees a whole source"):
         TransformerConfig.from_dict({**fields, "blocks": blocks})
     assert isinstance(read[1].config.blocks[0].cross_attention, AttentionConfig)
+
+
+def test_keys_that_are_read_for_generation_are_not_called_ignored(tmp_path: Path) -> None:
+    make_encoder_decoder("marian").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(decoder_start_token_id=3, forced_eos_token_id=2))
+    (note,) = (note for note in load_checkpoint(tmp_path).notes if note.startswith("ignored config keys"))
+    assert "architectures" in note
+    assert "_token_id" not in note

@@ -125,8 +125,9 @@ def _next_step(bundle: "Bundle") -> str:
         if texts.config.masked_head is not None:
             return f"graphport report {path}, or load it in Python to fill masks"
         return f'graphport embed {path} "A sentence to embed."'
-    if texts.config.encoder is not None and texts.config.encoder.audio is not None:
-        return f"graphport transcribe {path} recording.wav"
+    if texts.config.encoder is not None:
+        hears = texts.config.encoder.audio is not None
+        return f"graphport transcribe {path} recording.wav" if hears else f'graphport generate {path} "A text to read."'
     return f'graphport generate {path} "What is the capital of France?"'
 
 
