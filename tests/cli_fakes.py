@@ -46,6 +46,9 @@ class FakeRuntime:
         self.loads.append((bundle, options))
         return self
 
+    def open_bundle(self, _bundle: Path) -> "FakeRuntime":
+        return self
+
     def SamplingParams(self, **given: Any) -> dict[str, Any]:  # noqa: N802 - the name of the real class
         if given.get("temperature", 0) < 0:
             raise ValueError(f"temperature ({given['temperature']}) must not be negative; 0 is greedy")
