@@ -50,7 +50,7 @@ def guilty_pass(
         if rule is not None and not report.fused:
             continue
         after = error()
-        if after > TOLERANCES["compiled", "max_abs"]:
+        if not after <= TOLERANCES["compiled", "max_abs"]:  # NaN is beyond it too
             advice = "" if rule is None else f"; without it: --disable-pass {rule}"
             return f"after the pass {graph_pass.__name__} ({before:.3g} before it, {after:.3g} after it{advice})"
         before = after

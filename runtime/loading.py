@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from graphport.model_def.signature import KIND_WORDS
+from graphport.model_def.signature import KIND_WORDS, Kind
 from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_options import OptionValue
@@ -20,6 +20,13 @@ from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
 from graphport.runtime.open_language_model import load_language_model
 from graphport.runtime.recurrent_model import RecurrentModel
+
+# what opens a bundle of a kind without a KV cache, and how many rows it runs together by default
+_OTHER_KINDS: dict[Kind, tuple[type[RecurrentModel] | type[ImageEncoder] | type[Encoder], int]] = {
+    "recurrent_decoder": (RecurrentModel, DECODER_BATCH),
+    "image_encoder": (ImageEncoder, IMAGE_BATCH),
+    "encoder": (Encoder, ENCODER_BATCH),
+}
 
 
 def load(
@@ -97,36 +104,13 @@ def load(
             stream=stream,
             strict=strict,
         )
-    if files.manifest.kind == "recurrent_decoder":
-        return RecurrentModel(
-            files,
-            device=device,
-            device_id=device_id,
-            provider_options=provider_options,
-            max_batch=DECODER_BATCH if max_batch is None else max_batch,
-            max_length=max_length,
-            threads=threads,
-            stream=stream,
-            strict=strict,
-        )
-    if files.manifest.kind == "image_encoder":
-        return ImageEncoder(
-            files,
-            device=device,
-            device_id=device_id,
-            provider_options=provider_options,
-            max_batch=IMAGE_BATCH if max_batch is None else max_batch,
-            max_length=max_length,
-            threads=threads,
-            stream=stream,
-            strict=strict,
-        )
-    return Encoder(
+    opened, usual_batch = _OTHER_KINDS[files.manifest.kind]
+    return opened(
         files,
         device=device,
         device_id=device_id,
         provider_options=provider_options,
-        max_batch=ENCODER_BATCH if max_batch is None else max_batch,
+        max_batch=usual_batch if max_batch is None else max_batch,
         max_length=max_length,
         threads=threads,
         stream=stream,
