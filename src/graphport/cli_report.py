@@ -134,7 +134,8 @@ def _read_tuning(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     found = find_tuning(open_bundle(folder))
     if not isinstance(found, Tuning):
         return None, found
-    return {**found.to_dict(), "words": found.choice.words()}, None
+    dropped = f"; exported again without {', '.join(found.dropped)}" if found.dropped else ""
+    return {**found.to_dict(), "words": found.choice.words() + dropped}, None
 
 
 def _check_row(check: dict[str, Any]) -> CheckRow:
