@@ -49,7 +49,7 @@ def load_language_model(
     run on, by default one of the session's own that is ordered with the legacy default stream. spinning: idle threads
     of the CPU wait in busy loops, which answers sooner and takes processors from others; by default they do. prepared:
     on the CPU, take the graph that `prepare` packed for this processor, by default if there is one. prefill_products:
-    "float32" runs steps of 32 and more prompt tokens in a second session, whose 4-bit matrices multiply activations as
+    "float32" runs steps of 96 and more prompt tokens in a second session, whose 4-bit matrices multiply activations as
     they are, prefill_chunk then being 128 by default; by default "as_exported". tuned: what `tune` measured on this
     machine, if it did, is the default of threads, spinning, prefill_products, prefill_chunk and prepared. strict:
     refuse prefill_products="float32", changed bytes, a bundle without certificate, and a provider or ONNX Runtime other

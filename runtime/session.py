@@ -203,7 +203,7 @@ class Session:
         `ids` are integers of any layout on the host, or contiguous int64 on the session's device, in anything that
         speaks DLPack. `rows` [R] are indices into the flattened [B * S] positions; None asks for the last position of
         each row. Rows may differ in length when S is 1; several new tokens a row need B = 1 (GroupQueryAttention's
-        rule). With float32 `prefill_products` steps of 32 tokens and more have these. The outputs are complete, and the
+        rule). With float32 `prefill_products` steps of 96 tokens and more have these. The outputs are complete, and the
         next step overwrites them. The slots must be active. If a step fails, their lengths stay.
         """
         taken = take_ids(ids, self._memory)

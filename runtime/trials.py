@@ -14,8 +14,10 @@ from graphport.runtime.tuning import Trial
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 7  # the fewest already tell what is slower
 LEAST_GAIN = 0.01  # of the time: less is not worth a choice, however quiet the machine
-MUCH_NOISE = 0.05  # of the time: what is not clear beyond more than this is not told, neither way
+MUCH_NOISE = 0.05  # of the time: beyond, a gain is believed after all rounds alone
+MOST_NOISE = 0.2  # of the time: beyond, no gain is believed
 
+_FAR_SLOWER = 1.1  # times as long, twice running on a quiet machine: not worth a third round
 _SLOWER, _NOT_FASTER = "left: slower", "left: not faster by more than the noise"
 
 
@@ -48,7 +50,7 @@ def run_trial(what: str, incumbent: Candidate, challenger: Candidate, *, has_tim
         return unmeasured(what, f"left: not within tolerance ({figures})")
     challenger.seconds()  # the first run takes memory that later ones have
     ours, theirs = [incumbent.seconds()], list[float]()
-    while len(theirs) < FEWEST_ROUNDS or (len(theirs) < MOST_ROUNDS and has_time() and _is_open(ours, theirs)):
+    while _is_open(ours, theirs, has_time=has_time):
         theirs.append(challenger.seconds())
         ours.append(incumbent.seconds())
     return _judged(what, ours, theirs, more_bytes=challenger.planned_bytes - incumbent.planned_bytes)
@@ -68,21 +70,31 @@ def unmeasured(what: str, verdict: str) -> Trial:
     )
 
 
-def _is_open(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether more runs may show a gain."""
-    ratio, noise = _ratio(ours, theirs)
+def _is_open(ours: Sequence[float], theirs: Sequence[float], *, has_time: Callable[[], bool]) -> bool:
+    """Whether another round may still show a gain."""
+    if len(theirs) < 2:  # of which there are quartiles
+        return True
+    ratio, noise = _median_and_noise(ours, theirs)
+    if len(theirs) < FEWEST_ROUNDS:
+        return noise > MUCH_NOISE or min(_ratios(ours, theirs)) < _FAR_SLOWER
+    if len(theirs) == MOST_ROUNDS or not has_time():
+        return False
     return ratio < 1 or (noise > MUCH_NOISE and ratio - 1 <= noise)
 
 
 def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_bytes: int) -> Trial:
-    ratio, noise = _ratio(ours, theirs)
-    is_kept = 1 - ratio > max(noise, LEAST_GAIN)
-    words = _SLOWER if ratio - 1 > max(noise, LEAST_GAIN) else _NOT_FASTER
-    if is_kept:
+    ratio, noise = _median_and_noise(ours, theirs)
+    needed = max(noise, LEAST_GAIN)
+    is_believed = noise <= MUCH_NOISE or (noise <= MOST_NOISE and len(theirs) == MOST_ROUNDS)
+    if ratio - 1 > needed:
+        words = _SLOWER
+    elif not is_believed:
+        words = f"left: too noisy to tell (ratios of the times spread by {noise:.0%})"
+    elif 1 - ratio > needed:
         memory = f", {more_bytes / MIB:+.0f} MiB of memory" if abs(more_bytes) >= MIB else ""
         words = f"kept: faster by more than the noise{memory}"
-    elif noise > MUCH_NOISE and abs(1 - ratio) <= noise:
-        words = f"left: too noisy to tell (ratios of its time spread by {noise:.0%})"
+    else:
+        words = _NOT_FASTER
     return Trial(
         what=what,
         best_seconds=statistics.median(ours),
@@ -90,16 +102,26 @@ def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_b
         ratio=ratio,
         noise=noise,
         more_bytes=more_bytes,
-        kept=is_kept,
+        kept=is_believed and 1 - ratio > needed,
         verdict=words,
     )
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
-    """How many times as long the challenger takes: the median, and the distance of the quartiles.
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """How many times as long each run of the challenger took as those before and after it."""
+    return [2 * time / (before + after) for (before, after), time in zip(pairwise(ours), theirs, strict=True)]
 
-    One disturbed run does not count.
+
+def _median_and_noise(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
+    """The median of the ratios, and the distance of their quartiles, or of those of the incumbent's to its next run.
+
+    One disturbed run does not count; a machine that disturbs many shows in the incumbent too.
     """
-    ratios = [2 * time / (before + after) for (before, after), time in zip(pairwise(ours), theirs, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return middle, high - low
+    ratios = _ratios(ours, theirs)
+    itself = [after / before for before, after in pairwise(ours)]
+    return statistics.median(ratios), max(_spread(ratios), _spread(itself))
+
+
+def _spread(values: Sequence[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low

@@ -31,9 +31,10 @@ from graphport.runtime import (
 from graphport.runtime.prefill_products import FLOAT_CHUNK, FLOAT_STEP
 from graphport.runtime.speculation import LONGEST_DRAFT
 
-CONTEXT = 160
+CHUNK = FLOAT_STEP + 16
+CONTEXT = 4 * CHUNK
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, logprobs=3, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"prefill_products": "float32", "prefill_chunk": 48, "max_batch": 3, "threads": 1}
+OPTIONS: dict[str, Any] = {"prefill_products": "float32", "prefill_chunk": CHUNK, "max_batch": 3, "threads": 1}
 TOLERANCE = TOLERANCES["quantised, exact activations", "float32"]
 
 Bundles = Callable[..., Path]
@@ -70,7 +71,7 @@ def ids(length: int, seed: int = 1) -> list[int]:
 
 
 def prompts() -> list[list[int]]:
-    return [ids(length, seed=length) for length in (5, 97, 31, 130, 48, 79)]
+    return [ids(length, seed=length) for length in (5, 2 * CHUNK + 3, 31, 3 * CHUNK, CHUNK, CHUNK + FLOAT_STEP)]
 
 
 def one_by_one(lm: LanguageModel) -> list[GenerationOutput]:
@@ -96,7 +97,7 @@ def test_long_steps_cache_the_rows_of_exact_activations(
         load_language_model(folder, **plain) as rounded,
         load_language_model(exported(accuracy_level=0), **plain) as exact,
     ):
-        text, short = ids(3 * 48), ids(FLOAT_STEP - 1)
+        text, short = ids(3 * CHUNK), ids(FLOAT_STEP - 1)
         assert difference(alone, exact, text) <= TOLERANCE
         assert difference(rounded, exact, text) > 100 * TOLERANCE
         assert difference(alone, rounded, short) == 0
@@ -116,23 +117,23 @@ def test_quantised_caches_of_whole_texts_and_of_windows_are_appended_to(
         load_language_model(exported(kv_cache="int8", accuracy_level=0), **plain) as exact,
     ):
         assert lm.manifest.window_layers == (0,)
-        wanted = rows_of(exact, ids(3 * 48))
-        moved, moved_rounded = (np.mean(rows_of(one, ids(3 * 48)) != wanted) for one in (lm, rounded))
+        wanted = rows_of(exact, ids(3 * CHUNK))
+        moved, moved_rounded = (np.mean(rows_of(one, ids(3 * CHUNK)) != wanted) for one in (lm, rounded))
         assert 20 * moved < moved_rounded
 
 
 def test_a_prompt_ends_with_a_short_step_as_exported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """48 tokens with float32 products, then 5 with those of the bundle: as a session does that is told to."""
-    text = np.array([ids(53)])
+    """A chunk with float32 products, then 5 tokens with those of the bundle: as a session does that is told to."""
+    text = np.array([ids(CHUNK + 5)])
     with load_language_model(folder, **OPTIONS) as lm:
         wanted = lm.logits(text.tolist())[0][-5:]
         engine = lm._engine
         assert engine is not None
         cache = engine.session.new_cache(max_slots=1, max_length=CONTEXT)
         cache.claim()
-        engine.session.step(cache, text[:, :48])
+        engine.session.step(cache, text[:, :CHUNK])
         monkeypatch.setattr(engine.session, "_prefill_runner", None)
-        np.testing.assert_array_equal(engine.session.step(cache, text[:, 48:], np.arange(5)), wanted)
+        np.testing.assert_array_equal(engine.session.step(cache, text[:, CHUNK:], np.arange(5)), wanted)
 
 
 def test_drafts_are_shorter_than_any_step_with_float32_products() -> None:
@@ -143,7 +144,7 @@ def test_neighbours_do_not_change_a_bit(folder: Path, alone: LanguageModel) -> N
     expected = one_by_one(alone)
     with load_language_model(folder, **OPTIONS) as lm:
         assert lm.generate(prompts(), GREEDY) == expected
-    with load_language_model(folder, **OPTIONS | {"prefill_chunk": 33}) as other:
+    with load_language_model(folder, **OPTIONS | {"prefill_chunk": FLOAT_STEP}) as other:
         assert one_by_one(other) != expected  # cut elsewhere: the comparison can fail
 
 
@@ -154,7 +155,7 @@ def test_b102_what_is_cached_does_not_change_a_bit(folder: Path, alone: Language
             assert one_by_one(lm) == expected
         found = lm.statistics.prefix_cache
         assert found is not None
-        assert found.num_reused_tokens > 80
+        assert found.num_reused_tokens > 2 * CHUNK
         for prompt, output in zip(prompts(), expected, strict=True):
             state = lm.prefill(prompt)
             assert lm.generate([prompt], GREEDY, state=state) == [output]
@@ -162,8 +163,8 @@ def test_b102_what_is_cached_does_not_change_a_bit(folder: Path, alone: Language
 
 
 def test_a_state_of_other_products_is_refused(folder: Path, alone: LanguageModel, tmp_path: Path) -> None:
-    alone.prefill(ids(60)).save(tmp_path / "state")
-    assert alone.restore(tmp_path / "state").num_prompt_tokens == 60
+    alone.prefill(ids(CHUNK + 9)).save(tmp_path / "state")
+    assert alone.restore(tmp_path / "state").num_prompt_tokens == CHUNK + 9
     with (
         load_language_model(folder, **OPTIONS | {"prefill_products": "as_exported"}) as other,
         pytest.raises(ValueError, match="its prefill_products is 'float32', this one's 'as_exported'"),
@@ -178,7 +179,7 @@ def test_the_graph_packed_for_the_processor_decodes_and_the_second_session_prefi
     prepare(packed)
     with load_language_model(packed, **OPTIONS) as lm:
         assert (lm.is_prepared, lm.prefill_products) == (True, "float32")
-        text = ids(48)
+        text = ids(CHUNK)
         assert difference(lm, alone, text) == 0
 
 
@@ -240,13 +241,13 @@ def test_commands_take_them_and_say_so(folder: Path, tmp_path: Path, capsys: pyt
         return found
 
     floats = ["--prefill-products", "float32"]
-    bench = ["bench", str(folder), "--prompt-lengths", "60", "--new-tokens", "3"]
+    bench = ["bench", str(folder), "--prompt-lengths", "150", "--new-tokens", "3"]
     found = [answer(*bench, *options) for options in (floats, [])]
     assert [each["prefill_products"] for each in found] == ["float32", "as_exported"]
     assert [each["prefill_chunk"] for each in found] == [FLOAT_CHUNK, 64]
     assert main([*bench, *floats]) == 0
     assert f"prompts in steps of {FLOAT_CHUNK} tokens, float32 products" in capsys.readouterr().err
-    (tmp_path / "ids.json").write_text(json.dumps(ids(100)))
+    (tmp_path / "ids.json").write_text(json.dumps(ids(250)))
     text = ["eval", str(folder), str(tmp_path / "ids.json")]
     scored = [answer(*text, *options) for options in (floats, [])]
     assert [each["prefill_products"] for each in scored] == ["float32", "as_exported"]

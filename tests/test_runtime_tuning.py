@@ -129,19 +129,6 @@ def test_runs_take_turns_and_end_early_where_nothing_is_gained() -> None:
     assert [trial.kept for trial in trials].count(True) == 1
 
 
-@pytest.mark.parametrize("drift", [0.03, -0.02])
-def test_a_machine_that_slows_down_or_recovers_favours_neither(drift: float) -> None:
-    """With medians of each side a steady drift of 3 % a run would read as a gain or a loss of as much."""
-    machine = Machine(lambda _: 1.0)
-    machine.cost = lambda _: 1.0 + drift * len(machine.runs) / (1 + abs(drift) * 20)
-    best, trials = machine.tune()
-    assert best == FIRST
-    measured = [trial for trial in trials if trial.ratio is not None]
-    assert len(measured) >= 4
-    for trial in measured:
-        assert trial.ratio == pytest.approx(1.0, abs=1e-3)
-
-
 def test_a_gain_within_the_noise_is_left_and_much_noise_is_said() -> None:
     for spread, is_kept in ((0.0, True), (2.0, False)):
         shaky = iter(range(10**6))
@@ -151,7 +138,7 @@ def test_a_gain_within_the_noise_is_left_and_much_noise_is_said() -> None:
         _, trials = machine.tune()
         assert trials[0].kept is is_kept
         assert trials[0].verdict.startswith(
-            "kept: faster" if is_kept else "left: too noisy to tell (ratios of its time"
+            "kept: faster" if is_kept else "left: too noisy to tell (ratios of the times"
         )
     machine = Machine(lambda c: 10 - 0.05 * (not c.packed))  # half a hundredth
     assert machine.tune()[1][0].verdict == "left: not faster by more than the noise"
