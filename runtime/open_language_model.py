@@ -12,7 +12,7 @@ from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
 from graphport.runtime.device import DeviceWish, PrefillProducts
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
-from graphport.runtime.tuning import tuned_choice
+from graphport.runtime.tuning import prompt_phase, tuned_choice
 
 
 def load_language_model(
@@ -68,10 +68,8 @@ def load_language_model(
     if choice is not None:
         threads = choice.threads if threads is None else threads
         spinning = choice.spinning if spinning is None else spinning
-        if prefill_chunk is None and prefill_products in (None, choice.prefill_products):
-            prefill_chunk = choice.prefill_chunk  # the best for these products
-        prefill_products = choice.prefill_products if prefill_products is None else prefill_products
         prepared = choice.packed if prepared is None else prepared
+    products, prefill_chunk = prompt_phase(choice, products=prefill_products, chunk=prefill_chunk)
     lm = LanguageModel(
         files,
         device=device,
@@ -88,7 +86,7 @@ def load_language_model(
         stream=stream,
         spinning=spinning is not False,
         prepared=prepared is not False and not strict,
-        prefill_products="as_exported" if prefill_products is None else prefill_products,
+        prefill_products=products,
     )
     try:
         if prepared and not lm.is_prepared:

@@ -236,7 +236,7 @@ def _checked_plan(
 ) -> MemoryPlan:
     """The plan for `limits`; refused unless the weights, one small step and its cache fit into `free` bytes."""
     sizes = model_sizes(bundle, device, compact_gemm=device == "cuda", float_products=float_products)
-    without = ", leave prefill_products='float32' out" if float_products else ""
+    without = ", give prefill_products='as_exported'" if float_products else ""
     length = min(FIRST_CAPACITY, limits.max_length)
     least = plan_memory(sizes, RunLimits(max_batch=1, max_length=length, prefill_chunk=limits.prefill_chunk))
     require_memory(

@@ -64,7 +64,7 @@ def require_heeded(bundle: BundleFiles, own: Any, second: Any) -> None:  # noqa:
     if np.array_equal(probe_logits(own, ids), probe_logits(second, ids)):
         raise ValueError(
             f"prefill_products='float32' changes nothing for {bundle.folder}: ONNX Runtime {onnxruntime.__version__} "
-            "gives the same bits with it on this processor; leave it out"
+            "gives the same bits with it on this processor; give prefill_products='as_exported'"
         )
 
 

@@ -91,7 +91,7 @@ def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_b
     elif not is_believed:
         words = f"left: too noisy to tell (ratios of the times spread by {noise:.0%})"
     elif 1 - ratio > needed:
-        memory = f", {more_bytes / MIB:+.0f} MiB of memory" if abs(more_bytes) >= MIB else ""
+        memory = f", {more_bytes / MIB:+.0f} MiB planned" if abs(more_bytes) >= MIB else ""
         words = f"kept: faster by more than the noise{memory}"
     else:
         words = _NOT_FASTER

@@ -151,6 +151,20 @@ def tuned_choice(bundle: BundleFiles, *, device: DeviceWish) -> Choice | None:
     return None
 
 
+def prompt_phase(
+    choice: Choice | None, *, products: PrefillProducts | None, chunk: int | None
+) -> tuple[PrefillProducts, int | None]:
+    """Products of prompts and prompt tokens a step (None: the default), as given, or else as measured.
+
+    What was measured to be the best number of tokens is so for the products that were chosen with it.
+    """
+    if choice is None:
+        return products or "as_exported", chunk
+    if chunk is None and products in (None, choice.prefill_products):
+        chunk = choice.prefill_chunk
+    return products or choice.prefill_products, chunk
+
+
 def prepared_hash(folder: Path) -> str | None:
     """SHA-256 of the record of the graph in a bundle that was packed for a processor; None without."""
     path = folder / PREPARED_FOLDER / PREPARED_FILE

@@ -1,5 +1,6 @@
 """Prompts with float32 products in a second session: nearer to the original, and otherwise as before."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from parity import TOLERANCES
+from tiny_graphs import make_block, make_config, make_model
 from tiny_models import attention, block, decoder, tiny_model, token_ids
 
 import graphport.export.model_export as export_module
@@ -28,8 +30,10 @@ from graphport.runtime import (
     opening,
     prepare,
 )
+from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.prefill_products import FLOAT_CHUNK, FLOAT_STEP
 from graphport.runtime.speculation import LONGEST_DRAFT
+from graphport.runtime.tuning_trial import OpenedChoice, tune, write_tuning
 
 CHUNK = FLOAT_STEP + 16
 CONTEXT = 4 * CHUNK
@@ -257,3 +261,53 @@ def test_commands_take_them_and_say_so(folder: Path, tmp_path: Path, capsys: pyt
     assert answer("plan", str(folder))["bytes"]["float_products"] == 0
     assert main(["plan", f"{tmp_path}/model.py:make", *floats]) == 2
     assert "--prefill-products is for a BUNDLE" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle whose certificate is of a text of more than two chunks."""
+    model = make_model(make_config(make_block(), make_block(), max_positions=2 * CHUNK + 32))
+    return export(model, tmp_path_factory.mktemp("certified") / "bundle", precision="int4").path
+
+
+def test_what_tune_chose_is_opened_planned_and_said_and_what_is_given_goes_before(
+    certified: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(shutil.copytree(certified, tmp_path / "bundle"))
+    found = tune(bundle, max_seconds=0)
+    choice = dataclasses.replace(found.choice, prefill_products="float32", prefill_chunk=200)
+    write_tuning(bundle, dataclasses.replace(found, choice=choice))
+
+    def opened(**options: Any) -> tuple[str, int]:
+        with load_language_model(bundle, **options) as lm:
+            return lm.prefill_products, lm.prefill_chunk
+
+    assert opened() == ("float32", 200)
+    assert opened(prefill_products="float32", prefill_chunk=99) == ("float32", 99)
+    assert opened(prefill_products="as_exported") == opened(tuned=False) == opened(strict=True) == ("as_exported", 64)
+    for options, is_planned in (([], True), (["--prefill-products", "as_exported"], False)):
+        assert main(["plan", str(bundle), *options, "--json"]) == 0
+        assert (json.loads(capsys.readouterr().out)["bytes"]["float_products"] > 0) is is_planned
+    assert main(["report", str(bundle), "--json"]) == 0
+    assert "200 prompt tokens a step with float32 products" in json.loads(capsys.readouterr().out)["tuning"]["words"]
+
+
+def test_where_the_second_session_does_not_fit_the_refusal_says_what_would(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(opening, "free_memory", lambda: 1000)
+    with pytest.raises(NotEnoughMemoryError, match="free memory there, give prefill_products='as_exported', or export"):
+        load_language_model(folder, prefill_products="float32")
+
+
+def test_tune_measures_them_on_the_bundle(certified: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted times: a request is faster with them, and fastest in the largest steps that it has room for."""
+    bundle = Path(shutil.copytree(certified, tmp_path / "bundle"))
+    speed = {"as_exported": 2.0, "float32": 1.0}
+    monkeypatch.setattr(OpenedChoice, "seconds", lambda opened: speed[opened._session.prefill_products])
+    found = tune(bundle, prompt_tokens=CHUNK + 20, new_tokens=4)
+    trial = next(trial for trial in found.trials if "float32" in trial.what)
+    assert (trial.what, trial.kept) == (f"prompts with float32 products, {FLOAT_CHUNK} tokens a step", True)
+    assert trial.more_bytes is not None
+    assert trial.more_bytes > 0
+    assert found.choice.prefill_products == "float32"

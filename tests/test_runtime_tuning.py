@@ -114,7 +114,7 @@ def test_float32_products_are_tried_with_their_own_size_and_sizes_are_asked_afte
     assert (best.prefill_products, best.prefill_chunk) == ("float32", 256)
     tried = next(trial for trial in trials if "products" in trial.what)
     assert tried.what == "prompts with float32 products, 128 tokens a step"
-    assert tried.verdict == "kept: faster by more than the noise, +70 MiB of memory"
+    assert tried.verdict == "kept: faster by more than the noise, +70 MiB planned"
     assert tried.more_bytes == 70 * MIB
     assert "128 prompt tokens a step" not in [trial.what for trial in trials]
 

@@ -78,11 +78,13 @@ def _bundle_report(path: Path, wish: _Wish) -> "PlanReport":
     from graphport.runtime.memory_plan import RunLimits
     from graphport.runtime.plan_report import report_bundle
     from graphport.runtime.prefill_products import default_chunk
+    from graphport.runtime.tuning import prompt_phase, tuned_choice
 
     bundle = open_bundle(path)
     length = wish.context or bundle.manifest.max_length
-    products = wish.prefill_products or "as_exported"
-    chunk = wish.prefill_chunk or default_chunk(bundle.manifest.target, products)
+    choice = tuned_choice(bundle, device="auto")
+    products, chunk = prompt_phase(choice, products=wish.prefill_products, chunk=wish.prefill_chunk)
+    chunk = chunk or default_chunk(bundle.manifest.target, products)
     limits = RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk)
     return report_bundle(bundle, limits, prefill_products=products)
 
