@@ -5,6 +5,7 @@ told so, such a bundle in its place. It measures nothing.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class FusionVariants:
     def __init__(
         self, bundle: Path, source: str, place: Path, *, progress: Callable[[str], None] = lambda _: None
     ) -> None:
-        self._bundle, self._source, self._place = bundle, source, place
+        self._bundle, self._source, self._place = bundle, source, place / "variant"
         self._progress = progress
         self._manifest = manifest = read_manifest(bundle)
         account = json.loads((bundle / FUSIONS_FILE).read_text(encoding="utf-8"))
@@ -48,7 +49,11 @@ class FusionVariants:
         }
 
     def without(self, rules: Sequence[str]) -> Path:
-        """A bundle without `rules` and without a certificate. Raises what `export` raises, and TargetError."""
+        """A bundle without `rules` and without a certificate, in place of the one before.
+
+        Raises what `export` raises, and TargetError.
+        """
+        shutil.rmtree(self._place, ignore_errors=True)  # the one before: who has it open keeps it, the disk need not
         made = self._exported(self._place / "-".join(rules), rules, verify=False)
         if made.manifest.config != self._manifest.config:
             raise TargetError(f"{self._source} is another model than {self._bundle}: their configurations differ")
