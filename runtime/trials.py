@@ -14,8 +14,9 @@ from graphport.runtime.tuning import Trial
 
 FEWEST_ROUNDS, MOST_ROUNDS = 3, 7  # the fewest already tell what is slower
 LEAST_GAIN = 0.01  # of the time: less is not worth a choice, however quiet the machine
-MUCH_NOISE = 0.05  # of the time: beyond, a gain is believed after all rounds alone
+MUCH_NOISE = 0.05  # of the time: beyond, what is not clear is said to be too noisy to tell
 MOST_NOISE = 0.2  # of the time: beyond, no gain is believed
+FEW_ROUNDS_GAIN = 3  # times the noise, which few rounds tell too small: needed where there was no time for all of them
 
 _FAR_SLOWER = 1.1  # times as long, twice running on a quiet machine: not worth a third round
 _SLOWER, _NOT_FASTER = "left: slower", "left: not faster by more than the noise"
@@ -84,15 +85,15 @@ def _is_open(ours: Sequence[float], theirs: Sequence[float], *, has_time: Callab
 
 def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_bytes: int) -> Trial:
     ratio, noise = _median_and_noise(ours, theirs)
-    needed = max(noise, LEAST_GAIN)
-    is_believed = noise <= MUCH_NOISE or (noise <= MOST_NOISE and len(theirs) == MOST_ROUNDS)
-    if ratio - 1 > needed:
+    needed = max(LEAST_GAIN, noise * (1 if len(theirs) == MOST_ROUNDS else FEW_ROUNDS_GAIN))
+    is_kept = noise <= MOST_NOISE and 1 - ratio > needed
+    if ratio - 1 > max(LEAST_GAIN, noise):
         words = _SLOWER
-    elif not is_believed:
-        words = f"left: too noisy to tell (ratios of the times spread by {noise:.0%})"
-    elif 1 - ratio > needed:
+    elif is_kept:
         memory = f", {more_bytes / MIB:+.0f} MiB planned" if abs(more_bytes) >= MIB else ""
         words = f"kept: faster by more than the noise{memory}"
+    elif noise > MUCH_NOISE:
+        words = f"left: too noisy to tell (ratios of the times spread by {noise:.0%})"
     else:
         words = _NOT_FASTER
     return Trial(
@@ -102,7 +103,7 @@ def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_b
         ratio=ratio,
         noise=noise,
         more_bytes=more_bytes,
-        kept=is_believed and 1 - ratio > needed,
+        kept=is_kept,
         verdict=words,
     )
 
