@@ -15,6 +15,7 @@ import onnxruntime
 
 from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_growth import FIRST_CAPACITY
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.cuda_libraries import note_missing_cudnn
 from graphport.runtime.cuda_options import checked_options
@@ -29,7 +30,6 @@ from graphport.runtime.device import (
     open_inference_session,
 )
 from graphport.runtime.kernel_limits import kernel_limit
-from graphport.runtime.kv_cache import FIRST_CAPACITY
 from graphport.runtime.memory import MIB, free_memory, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
@@ -129,9 +129,7 @@ def _find_prepared(bundle: BundleFiles) -> tuple[Path, Probe] | None:
     return found
 
 
-def _open_prepared(
-    bundle: BundleFiles, graph: Path, probe: Probe, *, threads: int, entries: Mapping[str, str]
-) -> Any:  # noqa: ANN401 - ORT is untyped
+def _open_prepared(bundle: BundleFiles, graph: Path, probe: Probe, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
     """The graph packed for this processor if it computes what it did; else None, and a log line."""
     try:
         session = cpu_session(graph, threads=threads, entries=entries)
