@@ -95,6 +95,7 @@ def open_graph(
     has_floats = request.prefill_products == "float32"
     if has_floats:
         require_float_products(bundle, device)
+        require_heeded(FLOAT_ENTRIES)
     if device == "cuda":
         on_checked()
         try:
@@ -121,16 +122,15 @@ def open_graph(
         plan=plan,
         provider_options={},
         is_prepared=packed is not None,
-        prefill=_open_float_products(bundle, session, threads=threads, entries=entries) if has_floats else None,
+        prefill=_open_float_products(bundle, threads=threads, entries=entries) if has_floats else None,
     )
 
 
-def _open_float_products(bundle: BundleFiles, own: Any, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
+def _open_float_products(bundle: BundleFiles, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
     """The bundle's graph once more, its 4-bit products with float32 activations; other weights are the same pages."""
     session = _open(bundle, "cpu", {}, threads=threads, entries={**entries, **FLOAT_ENTRIES})
     forget_mapped(bundle.graph.with_name(bundle.weights))
     return_freed()
-    require_heeded(bundle, own, session)
     _log.info("%s: steps of %d prompt tokens and more have float32 products", bundle.folder, FLOAT_STEP)
     return session
 

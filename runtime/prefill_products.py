@@ -1,6 +1,6 @@
 """Products of prompts with float32 activations, where the graph's own round activations to 8 bits.
 
-In: a checked bundle, the session over its graph. Out: what a second session over the same graph is opened with, or in
+In: a checked bundle. Out: what a second session over the same graph is opened with, or in
 one line why there can be none. It opens nothing (see `opening.py`).
 
 A product with 8-bit activations suits steps of few tokens, which wait for the weights to be read. One with float32
@@ -8,16 +8,15 @@ activations widens a weight once for all tokens of a step, so that long steps ga
 registers. Both read the same cache, and rows of the second are those of activations as they are.
 """
 
-from typing import Any
+from collections.abc import Mapping
 
-import numpy as np
 import onnxruntime
 
 from graphport.model_def.signature import KIND_WORDS
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import Device, PrefillProducts
 from graphport.runtime.kernel_limits import float_products_limit
-from graphport.runtime.prepared import probe_logits
+from graphport.runtime.probe_product import changes_product
 
 # Tokens of a row from which a step runs with float32 products, measured (SmolLM2-135M, its exact GGUF, two threads with
 # AVX-512): 0.85 times as fast at 64 tokens, as fast at 96, 1.18 times at 256. Longer than any draft, so that drafts are
@@ -54,17 +53,16 @@ def can_have_float_products(bundle: BundleFiles) -> bool:
     return _limit(bundle, "cpu") is None
 
 
-def require_heeded(bundle: BundleFiles, own: Any, second: Any) -> None:  # noqa: ANN401 - ORT is untyped
-    """Raise ValueError unless the `second` session rounds otherwise than the bundle's `own`.
+def require_heeded(entries: Mapping[str, str]) -> None:
+    """Raise ValueError unless `entries` change products here.
 
-    ONNX Runtime takes entries that it does not know without a word, and processors without kernels for 8-bit
-    activations multiply floats anyway: then both give the same bits.
+    ONNX Runtime takes entries that it does not know without a word, and on processors without kernels for 8-bit
+    activations it multiplies floats anyway.
     """
-    ids = np.zeros(1, np.int64)
-    if np.array_equal(probe_logits(own, ids), probe_logits(second, ids)):
+    if not changes_product(entries):
         raise ValueError(
-            f"prefill_products='float32' changes nothing for {bundle.folder}: ONNX Runtime {onnxruntime.__version__} "
-            "gives the same bits with it on this processor; give prefill_products='as_exported'"
+            f"prefill_products='float32' changes nothing: ONNX Runtime {onnxruntime.__version__} gives the same bits "
+            "with and without it on this processor; give prefill_products='as_exported'"
         )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from parity import TOLERANCES
 from tiny_graphs import make_block, make_config, make_model
@@ -29,9 +30,10 @@ from graphport.runtime import (
     load_language_model,
     opening,
     prepare,
+    probe_product,
 )
 from graphport.runtime.memory import NotEnoughMemoryError
-from graphport.runtime.prefill_products import FLOAT_CHUNK, FLOAT_STEP
+from graphport.runtime.prefill_products import FLOAT_CHUNK, FLOAT_ENTRIES, FLOAT_STEP
 from graphport.runtime.speculation import LONGEST_DRAFT
 from graphport.runtime.tuning_trial import OpenedChoice, tune, write_tuning
 
@@ -234,7 +236,9 @@ def test_b91_an_entry_that_onnx_runtime_does_not_heed_is_an_error(
 ) -> None:
     """It takes names that it does not know without a word."""
     monkeypatch.setattr(opening, "FLOAT_ENTRIES", {"mlas.qnbit.force_fp33": "1"})
-    with pytest.raises(ValueError, match=r"changes nothing for .*gives the same bits with it on this processor"):
+    with pytest.raises(
+        ValueError, match=r"changes nothing: ONNX Runtime .* gives the same bits with and without it on this processor"
+    ):
         load_language_model(folder, prefill_products="float32")
 
 
@@ -311,3 +315,16 @@ def test_tune_measures_them_on_the_bundle(certified: Path, tmp_path: Path, monke
     assert trial.more_bytes is not None
     assert trial.more_bytes > 0
     assert found.choice.prefill_products == "float32"
+
+
+def test_the_probe_is_the_product_that_onnx_says_and_tells_entries_apart(tmp_path: Path) -> None:
+    matrix = np.arange(probe_product._N * 32, dtype=np.uint8).reshape(probe_product._N, 2, 16)
+    scales = np.linspace(0.5, 1.0, 2 * probe_product._N, dtype=np.float32)
+    (tmp_path / "probe.onnx").write_bytes(probe_product._model(matrix, scales))
+    model = onnx.load(tmp_path / "probe.onnx")
+    onnx.checker.check_model(model)
+    (node,) = model.graph.node
+    assert {attribute.name: attribute.i for attribute in node.attribute}["accuracy_level"] == 4
+    np.testing.assert_array_equal(onnx.numpy_helper.to_array(model.graph.initializer[0]), matrix)
+    assert probe_product.changes_product(FLOAT_ENTRIES)
+    assert not probe_product.changes_product({"session.force_spinning_stop": "1"})
