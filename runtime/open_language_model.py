@@ -69,7 +69,9 @@ def load_language_model(
         threads = choice.threads if threads is None else threads
         spinning = choice.spinning if spinning is None else spinning
         prepared = choice.packed if prepared is None else prepared
-    products, prefill_chunk = prompt_phase(choice, products=prefill_products, chunk=prefill_chunk)
+    products, prefill_chunk = prompt_phase(
+        choice, products=prefill_products, chunk=prefill_chunk, max_length=max_length
+    )
     lm = LanguageModel(
         files,
         device=device,

@@ -94,7 +94,7 @@ def open_graph(
     device, reason = choose_device(request, target=bundle.manifest.target)
     has_floats = request.prefill_products == "float32"
     if has_floats:
-        require_float_products(bundle, device)
+        require_float_products(bundle, device, prefill_chunk=limits.prefill_chunk, max_length=limits.max_length)
         require_heeded(FLOAT_ENTRIES)
     if device == "cuda":
         on_checked()

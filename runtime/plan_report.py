@@ -53,7 +53,7 @@ def report_bundle(
     device: Device = "cuda" if bundle.manifest.target == "cuda" else "cpu"
     is_float = prefill_products == "float32"
     if is_float:
-        require_float_products(bundle, device)
+        require_float_products(bundle, device, prefill_chunk=limits.prefill_chunk, max_length=limits.max_length)
     sizes = model_sizes(bundle, device, compact_gemm=device == "cuda", float_products=is_float)
     return _report(sizes, limits)
 

@@ -41,11 +41,20 @@ def default_chunk(target: str, products: PrefillProducts) -> int:
     return FLOAT_CHUNK if products == "float32" else PREFILL_CHUNKS[target]
 
 
-def require_float_products(bundle: BundleFiles, device: Device) -> None:
-    """Raise ValueError, saying why, where prompts cannot have float32 products instead of the graph's own."""
+def require_float_products(bundle: BundleFiles, device: Device, *, prefill_chunk: int, max_length: int) -> None:
+    """Raise ValueError, saying why, where prompts cannot have float32 products instead of the graph's own.
+
+    Also where steps of `prefill_chunk` tokens of `max_length` are never long enough.
+    """
     reason = _limit(bundle, device)
     if reason is not None:
         raise ValueError(f"prefill_products='float32' cannot be heeded by {bundle.folder}: {reason}; leave it out")
+    for name, value in (("prefill_chunk", prefill_chunk), ("max_length", max_length)):
+        if value < FLOAT_STEP:
+            raise ValueError(
+                f"prefill_products='float32' is for steps of {FLOAT_STEP} tokens and more, and {name} is {value}; give "
+                f"{name} at least {FLOAT_STEP}, or prefill_products='as_exported'"
+            )
 
 
 def can_have_float_products(bundle: BundleFiles) -> bool:

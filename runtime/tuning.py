@@ -19,6 +19,7 @@ from graphport.model_def.signature import PREPARED_FILE, PREPARED_FOLDER, TUNING
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import DeviceWish, PrefillProducts, default_threads
 from graphport.runtime.limits import checked_count
+from graphport.runtime.prefill_products import FLOAT_STEP
 from graphport.runtime.prepared import source_hashes
 
 TUNING_FORMAT = 2  # 1 knew no products of prompts, and compared medians of seconds
@@ -152,14 +153,19 @@ def tuned_choice(bundle: BundleFiles, *, device: DeviceWish) -> Choice | None:
 
 
 def prompt_phase(
-    choice: Choice | None, *, products: PrefillProducts | None, chunk: int | None
+    choice: Choice | None, *, products: PrefillProducts | None, chunk: int | None, max_length: int | None
 ) -> tuple[PrefillProducts, int | None]:
     """Products of prompts and prompt tokens a step (None: the default), as given, or else as measured.
 
-    What was measured to be the best number of tokens is so for the products that were chosen with it.
+    What was measured to be the best number of tokens is so for the products that were chosen with it. Float32 products
+    that no step would have, as it is given, are left.
     """
     if choice is None:
         return products or "as_exported", chunk
+    longest = min(chunk or choice.prefill_chunk, max_length or FLOAT_STEP)
+    if products is None and choice.prefill_products == "float32" and longest < FLOAT_STEP:
+        _log.info("float32 products, as tuned, are left: steps of %d tokens are shorter than %d", longest, FLOAT_STEP)
+        return "as_exported", chunk
     if chunk is None and products in (None, choice.prefill_products):
         chunk = choice.prefill_chunk
     return products or choice.prefill_products, chunk

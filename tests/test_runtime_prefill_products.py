@@ -222,6 +222,13 @@ def test_bundles_that_cannot_have_them_are_refused(options: dict[str, Any], word
         load_language_model(exported(**options), device="cpu", prefill_products="float32")
 
 
+@pytest.mark.parametrize("name", ["prefill_chunk", "max_length"])
+def test_steps_that_are_never_long_enough_are_refused(name: str, folder: Path) -> None:
+    options: dict[str, Any] = {"prefill_products": "float32", name: FLOAT_STEP - 1}
+    with pytest.raises(ValueError, match=f"is for steps of 96 tokens and more, and {name} is 95; give {name} at least"):
+        load_language_model(folder, **options)
+
+
 def test_other_wishes_that_cannot_be_heeded_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="prefill_products must be as_exported or float32; got 'fp32'"):
         load_language_model(folder, prefill_products="fp32")  # type: ignore[arg-type]
@@ -288,6 +295,7 @@ def test_what_tune_chose_is_opened_planned_and_said_and_what_is_given_goes_befor
 
     assert opened() == ("float32", 200)
     assert opened(prefill_products="float32", prefill_chunk=99) == ("float32", 99)
+    assert opened(prefill_chunk=64) == opened(max_length=90) == ("as_exported", 64)
     assert opened(prefill_products="as_exported") == opened(tuned=False) == opened(strict=True) == ("as_exported", 64)
     for options, is_planned in (([], True), (["--prefill-products", "as_exported"], False)):
         assert main(["plan", str(bundle), *options, "--json"]) == 0

@@ -83,7 +83,9 @@ def _bundle_report(path: Path, wish: _Wish) -> "PlanReport":
     bundle = open_bundle(path)
     length = wish.context or bundle.manifest.max_length
     choice = tuned_choice(bundle, device="auto")
-    products, chunk = prompt_phase(choice, products=wish.prefill_products, chunk=wish.prefill_chunk)
+    products, chunk = prompt_phase(
+        choice, products=wish.prefill_products, chunk=wish.prefill_chunk, max_length=wish.context
+    )
     chunk = chunk or default_chunk(bundle.manifest.target, products)
     limits = RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk)
     return report_bundle(bundle, limits, prefill_products=products)
