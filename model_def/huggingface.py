@@ -19,7 +19,7 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily, find_encoder_decoder_family
 from graphport.model_def.encoder_decoder_tensors import StoredEncoderDecoder
-from graphport.model_def.encoder_tensors import check_tied, find_encoder_tensors
+from graphport.model_def.encoder_tensors import find_encoder_tensors, find_masked_output
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
@@ -210,8 +210,9 @@ def _load_encoder(
         if classifier is not None:
             config, head = dataclasses.replace(config, pooling=None, classifier=classifier[0]), classifier[1]
         elif masked is not None:
-            check_tied(folder, files, family)
-            config, head = dataclasses.replace(config, pooling=None, masked_head=masked[0]), masked[1]
+            config = dataclasses.replace(config, pooling=None, masked_head=masked[0])
+            output, output_notes = find_masked_output(folder, files, family, is_tied=masked[0].tied)
+            head, notes = {**masked[1], **output}, [*notes, *output_notes]
         else:
             recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
             config = dataclasses.replace(config, pooling=recipe.pooling)
