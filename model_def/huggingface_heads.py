@@ -92,7 +92,7 @@ class StoredMaskedHead:
 
     @property
     def decoder(self) -> str:
-        """The module of the matrix over the vocabulary, with a bias of its own where the matrix is not the embeddings'."""
+        """The module of the matrix over the vocabulary, with a bias of its own where they are not tied."""
         return {"cls.predictions": "cls.predictions.decoder", "lm_head": "lm_head.decoder"}.get(
             self.output, self.output
         )

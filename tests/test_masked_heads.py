@@ -221,13 +221,17 @@ def test_tensors_that_contradict_the_flag_are_refused(sources: dict[str, Path], 
     tensors = load_file(source / "model.safetensors")
     decoder, embedding = "cls.predictions.decoder", tensors["bert.embeddings.word_embeddings.weight"]
     save_file({**tensors, f"{decoder}.weight": embedding + 1}, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"decoder\.weight and .*word_embeddings\.weight are different .* false in"):
+    with pytest.raises(
+        CheckpointError, match=r"decoder\.weight and .*word_embeddings\.weight are different .* false in"
+    ):
         load_checkpoint(source)
     save_file({**tensors, f"{decoder}.bias": tensors["cls.predictions.bias"] + 1}, source / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"decoder\.bias and cls\.predictions\.bias are different tensors, but"):
         load_checkpoint(source)
     edit_json(source / "config.json", lambda values: values.update(tie_word_embeddings=False))
-    with pytest.raises(CheckpointError, match=r"is false and cls\.predictions\.decoder\.weight is missing; set the flag"):
+    with pytest.raises(
+        CheckpointError, match=r"is false and cls\.predictions\.decoder\.weight is missing; set the flag"
+    ):
         load_checkpoint(source)
 
 
