@@ -90,7 +90,7 @@ class Encoder(OpenEncoder):
         strict: bool = False,
     ) -> None:
         if bundle.manifest.kind != "encoder":
-            what, use = "a decoder", "step" if bundle.manifest.config.is_recurrent else "generate"
+            what, use = "a decoder", "generate"
             if bundle.manifest.config.image is not None:
                 what, use = "an image encoder", "encode_images"
             raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {use}")

@@ -76,7 +76,7 @@ class LanguageModel:
             if bundle.manifest.kind == "image_encoder":
                 what, use = "an image encoder, which continues no text", "load and encode_images or classify_images"
             if bundle.manifest.kind == "recurrent_decoder":
-                what, use = "a recurrent decoder, whose states no KV cache holds", "load and step"
+                what, use = "a recurrent decoder, whose states no KV cache holds", "load, and its generate or step"
             raise ValueError(f"{bundle.folder} is {what}; use {use}")
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length

@@ -51,7 +51,7 @@ def load(
 ) -> LanguageModel | Encoder | ImageEncoder | DualEncoder | RecurrentModel:
     """Open a bundle: with `load_language_model`, `load_encoder`, `load_image_encoder` or `load_dual_encoder`.
 
-    A bundle of linear attention is a `RecurrentModel`, whose caller keeps the states.
+    A bundle of linear attention is a `RecurrentModel`, which generates as a decoder does and steps over states.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
     prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
