@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphport.model_def.flags import require_flags, require_optional_flags
 from graphport.model_def.signature import KIND_WORDS, Kind
 from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
@@ -57,6 +58,8 @@ def load(
     prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
+    require_flags(tuned=tuned, strict=strict)
+    require_optional_flags(spinning=spinning, prepared=prepared)
     towers = find_towers(Path(bundle))
     files = open_bundle(Path(bundle) / IMAGES_FOLDER if towers else bundle)
     if files.manifest.kind in ("decoder", "encoder_decoder"):

@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from graphport.model_def.flags import require_flags
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from graphport.model_def.text_corpus import vocabulary_hash
 from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
@@ -127,6 +128,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a chat. Raises ChatTemplateError; see `ChatTemplate.render`."""
+        require_flags(add_generation_prompt=add_generation_prompt)
         if self._chat_template is None:
             raise ChatTemplateError(f"this model has no {CHAT_TEMPLATE_FILE}: give it plain text instead of messages")
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)

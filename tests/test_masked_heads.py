@@ -189,7 +189,7 @@ def test_what_has_no_masked_place_or_no_head_is_refused(
             encoder.encode(TEXTS)
         with pytest.raises(ValueError, match="top_k must be 1 to 300, the vocabulary; got 301"):
             encoder.fill_mask(TEXTS, top_k=301)
-        with pytest.raises(ValueError, match="has no classifier"):
+        with pytest.raises(ValueError, match="has no classifier; use fill_mask"):
             encoder.classify(TEXTS)
     source = Path(shutil.copytree(sources["bert"], tmp_path / "unnamed"))
     (source / "tokenizer_config.json").unlink()
