@@ -6,6 +6,7 @@ In: a bundle folder and how to run it. Out: a `LanguageModel`. What it cannot ho
 import os
 from collections import abc
 
+from graphport.model_def.flags import require_flags, require_optional_flags
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -57,6 +58,8 @@ def load_language_model(
     `tune`. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an
     encoder's bundle.
     """
+    require_flags(tuned=tuned, strict=strict)
+    require_optional_flags(spinning=spinning, prepared=prepared)
     files = open_bundle(bundle)
     if strict and prefill_products == "float32":
         raise ValueError(
