@@ -16,7 +16,7 @@ from graphport.model_def.compact_rows import CompactRows, Figure, RowErrors
 from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Kind, Manifest
 from graphport.model_def.text_corpus import TextEvidence
 
-CERTIFICATE_FORMAT = 4  # 3 was for decoders only
+CERTIFICATE_FORMAT = 5  # 4 did not see two tokens that changed places
 MAX_BYTES = 8_000_000  # of a file that is read; one that `export` writes is below 2 MB
 
 Against = Literal["original", "shipped"]
