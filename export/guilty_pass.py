@@ -33,10 +33,20 @@ _LEVELS = {
 
 
 def guilty_pass(
-    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, beside: Path
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    beside: Path,
+    tolerance: float | None = None,
 ) -> str:
-    """The first pass of `plan`, which is in fp32, after which logits are beyond the tolerance; files go `beside`."""
+    """The first pass of `plan`, which is in fp32, after which logits are beyond the tolerance; files go `beside`.
+
+    `tolerance`: of max_abs, by default the table's.
+    """
     ids, graph = ids[:NUM_IDS], exported.clone()
+    tolerance = TOLERANCES["compiled", "max_abs"] if tolerance is None else tolerance
 
     def error() -> float:
         with tempfile.TemporaryDirectory(dir=beside, prefix=".pass.") as folder:
@@ -50,7 +60,7 @@ def guilty_pass(
         if rule is not None and not report.fused:
             continue
         after = error()
-        if not after <= TOLERANCES["compiled", "max_abs"]:  # NaN is beyond it too
+        if not after <= tolerance:  # NaN is beyond it too
             advice = "" if rule is None else f"; without it: --disable-pass {rule}"
             return f"after the pass {graph_pass.__name__} ({before:.3g} before it, {after:.3g} after it{advice})"
         before = after

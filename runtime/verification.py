@@ -15,6 +15,7 @@ from graphport.model_def.certificate import (
     Check,
     Surroundings,
     error_series,
+    loss_in,
     read_certificate,
 )
 from graphport.model_def.file_hashes import record_file
@@ -92,10 +93,12 @@ def verify(
         shipped={} if keep_rows else held_to.shipped,
         limits=[limit for limit in held_to.limits if limit.where == "anywhere" or not differences],
         keep_rows=keep_rows,
+        loss=loss_in(held_to),
     )
     evidence = model.play(rows, observe=progress)
     checks += evidence.checks
-    notes = (*differences, *(f"not covered: {words}" for words in held_to.uncovered))
+    conditioning = () if held_to.conditioning is None else (held_to.conditioning.words,)
+    notes = (*differences, *conditioning, *(f"not covered: {words}" for words in held_to.uncovered))
     made = _measured(held_to, here, tuple(checks), evidence, keep_rows=keep_rows)
     return Verification(checks=tuple(checks), notes=notes, certificate=made)
 

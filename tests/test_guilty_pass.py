@@ -108,8 +108,8 @@ def test_b66_the_error_names_the_level_at_which_what_ships_parts_from_eager(
             level: dataclasses.replace(one, max_abs=3.0) if level in LEVELS[2:] else one for level, one in found.items()
         }
 
-    def failed(*arguments: Any) -> Any:
-        return dataclasses.replace(evidence_module_check(*arguments), measured=3.0)
+    def failed(*arguments: Any, **options: Any) -> Any:
+        return dataclasses.replace(evidence_module_check(*arguments, **options), measured=3.0)
 
     evidence_module_check = evidence_module.check_shipped
     monkeypatch.setattr(guilty_module, "optimiser_levels", levels)
