@@ -51,7 +51,7 @@ def guilty_pass(
     def error() -> float:
         with tempfile.TemporaryDirectory(dir=beside, prefix=".pass.") as folder:
             write_graph(graph, Path(folder))
-            runner = GraphRunner(Path(folder) / GRAPH_FILE, plan.config, plans_memory=False)
+            runner = GraphRunner(Path(folder) / GRAPH_FILE, plan.config, portable=True)
             return compare(reference[: len(ids)], runner.logits(ids)).max_abs
 
     before = error()
@@ -94,7 +94,7 @@ def optimiser_levels(
     for name, level in _LEVELS.items():
         options = parity_options(optimize=True)
         options.graph_optimization_level = level
-        options.enable_mem_reuse = False  # see `graph_runner.open_on_cpu`
+        options.enable_mem_reuse = False  # see `graph_runner.open_portable`
         session = ort.InferenceSession(str((folder / GRAPH_FILE).resolve()), options, providers=[CPU.provider])
         found[name] = compare(reference, GraphRunner.over(session, plan.config).logits(ids))
     return found

@@ -67,7 +67,7 @@ def test_b66_every_level_of_the_optimiser_holds_in_a_deep_model_with_outliers(de
 @pytest.mark.parametrize("alone", OPTIONAL_RULES)
 def test_b66_every_pass_alone_holds_in_a_deep_model_with_outliers(alone: str, deep: Deep, tmp_path: Path) -> None:
     plan = written(deep, tmp_path, disabled=tuple(rule for rule in OPTIONAL_RULES if rule != alone))
-    found = GraphRunner(tmp_path / GRAPH_FILE, plan.config, plans_memory=False).logits(IDS)
+    found = GraphRunner(tmp_path / GRAPH_FILE, plan.config, portable=True).logits(IDS)
     difference = compare(deep.eager, found)
     assert difference.max_abs <= TOLERANCES["compiled", "max_abs"], difference
 
