@@ -19,6 +19,7 @@ from graphport.export import export
 from graphport.model_def.certificate import read_certificate
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, read_manifest
 from graphport.model_def.vocabulary_evidence import vocabulary_evidence
+from graphport.runtime.cache_growth import Growth
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.verification import verify
 
@@ -143,14 +144,14 @@ def test_a_cache_that_forgets_to_rewind_is_caught(bundles: dict[str, Path], monk
 
 
 def test_a_cache_that_mixes_up_slots_is_caught(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    resize = KVCache._resize
+    take = KVCache._take
 
-    def broken(self: KVCache, *sizes: int) -> None:
-        resize(self, *sizes)
+    def broken(self: KVCache, growth: Growth) -> None:
+        take(self, growth)
         for buffer in self.buffers if self.num_slots > 1 else ():
             buffer.array[:2] = buffer.array[1::-1]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(KVCache, "_resize", broken)
+    monkeypatch.setattr(KVCache, "_take", broken)
     assert {name.split(":")[0] for name in failed_checks(bundles["gpt"])} == {"ragged batch"}
 
 
