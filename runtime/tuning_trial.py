@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from graphport.model_def.certificate import Certificate, Check, read_certificate, text_of
+from graphport.model_def.certificate import Certificate, Check, loss_in, read_certificate, text_of
 from graphport.model_def.decoder_runs import CachedModel
 from graphport.model_def.played_runs import Emit, References, Run, play_runs
 from graphport.model_def.processor import processor_kind
@@ -231,7 +231,7 @@ class OpenedChoice:
         """See Candidate: the request's last row of every piece and its single tokens, against the original."""
         run = Run(name="request", inputs=self._choice.words(), output=LOGITS, play=self._play)
         limits = [limit for limit in self._certificate.limits if limit.against == "original"]
-        references = References(original=self._certificate.original, limits=limits)
+        references = References(original=self._certificate.original, limits=limits, loss=loss_in(self._certificate))
         return play_runs(ServedModel(self._session, max_length=self._ids.shape[1]), [run], references).checks
 
     def seconds(self) -> float:

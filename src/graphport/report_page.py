@@ -95,6 +95,8 @@ def _certificate_parts(certificate: Json | None, *, is_decoder: bool) -> list[st
         rows = [(name, _words(value)) for name, value in certificate.get(heading, {}).items()]
         parts.append(_table((heading, ""), rows))
     parts.append(_table(("check", "measured", "tolerance", "", "inputs", "detail"), checks))
+    conditioning = certificate.get("conditioning")
+    parts += [] if conditioning is None else [f"<p>{escape(conditioning['words'])}.</p>"]
     missing = certificate.get("uncovered", ())
     parts += [f"<p>Not covered: {escape('; '.join(missing))}.</p>"] if missing else []
     parts += [_chart(run, series, is_decoder=is_decoder) for run, series in certificate.get("errors", {}).items()]
