@@ -6,6 +6,7 @@ In: the choice, and the session to draft for. Out: what makes a `Speculation` fo
 import os
 from collections.abc import Callable
 
+from graphport.model_def.flags import require_flags
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.draft_model import DraftModel
 from graphport.runtime.session import Session
@@ -15,8 +16,7 @@ from graphport.runtime.tokenizer import Tokenizer
 
 def check_drafts(draft: str | os.PathLike[str] | None, *, prompt_lookup: bool) -> None:
     """Raise TypeError or ValueError for a choice that cannot be, before anything is opened."""
-    if not isinstance(prompt_lookup, bool):
-        raise TypeError(f"prompt_lookup must be True or False; got {prompt_lookup!r}")
+    require_flags(prompt_lookup=prompt_lookup)
     if prompt_lookup and draft is not None:
         raise ValueError("prompt_lookup=True and a draft bundle exclude each other: drafts come from one of them")
 

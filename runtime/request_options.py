@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TypedDict
 
+from graphport.model_def.flags import require_flags, require_optional_flags
 from graphport.runtime.sequence_state import SequenceState
 
 
@@ -54,10 +55,8 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if isinstance(self.priority, bool) or not isinstance(self.priority, numbers.Integral):
             raise TypeError(f"priority must be a whole number, the lower the sooner; got {self.priority!r}")
-        for name in ("keep_state", "speculate"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False; got {value!r}")
+        require_flags(keep_state=self.keep_state, speculate=self.speculate)
+        require_optional_flags(timestamps=self.timestamps)
         for name, what in (
             ("language", "a language's code"),
             ("source_language", "a language's code"),
@@ -66,8 +65,6 @@ class RequestOptions:
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} must be None or {what}; got {value!r}")
-        if self.timestamps is not None and not isinstance(self.timestamps, bool):
-            raise TypeError(f"timestamps must be None, True or False; got {self.timestamps!r}")
         if self.timeout is None:
             return
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, numbers.Real):
