@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-TASKS = ("transcribe", "translate")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechTokens:
