@@ -141,10 +141,8 @@ class Engine:
         if group.has_begun:
             return True
         try:
-            room, slot = (
-                (self.scheduler.num_slots_needed, self.scheduler.room_needed),
-                self.scheduler.slot_of_prompt(group),
-            )
+            room = (self.scheduler.num_slots_needed, self.scheduler.room_needed)
+            slot = self.scheduler.slot_of_prompt(group)
             if self.scheduler.decoding and not self.cache.reserve_part(*room, slot=slot, most_bytes=GROWTH_BYTES):
                 return True
             self.cache.reserve(*room)

@@ -266,12 +266,8 @@ class KVCache:
     def _shapes(self, num_slots: int, length: int) -> list[tuple[int, int]]:
         """Slots and capacities that would do, the one to prefer first: see `shapes_for`."""
         longest = int(self.lengths[: self.num_active].max(initial=0)) if num_slots >= self.num_active else None
-        return shapes_for(
-            (num_slots, length),
-            (self.num_slots, self.capacity),
-            (self.max_slots, self.max_length),
-            longest=longest,
-        )
+        held, most = (self.num_slots, self.capacity), (self.max_slots, self.max_length)
+        return shapes_for((num_slots, length), held, most, longest=longest)
 
     def bytes_for(self, slots: int, capacity: int) -> int:
         """Bytes of all buffers for `slots` slots of `capacity` tokens."""

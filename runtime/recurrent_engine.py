@@ -88,8 +88,11 @@ class RecurrentEngine:
     def all_sequences(self) -> list[Sequence]:
         """Every sequence that has not ended, in no particular order. Not during a step."""
         self._take_arrivals()
-        groups = [*self._waiting, *([] if self._prompt is None else [self._prompt.group])]
-        return [*self._rows, *(sequence for group in groups for sequence in group.sequences)]
+        return [*self._rows, *(sequence for group in self._groups() for sequence in group.sequences)]
+
+    def _groups(self) -> list[PromptGroup]:
+        """Those that wait or are in prefill."""
+        return [*self._waiting, *([] if self._prompt is None else [self._prompt.group])]
 
     def _take_arrivals(self) -> None:
         while self.arrivals:
@@ -101,8 +104,7 @@ class RecurrentEngine:
         if len(keep) < len(self._rows):
             self._rows = [self._rows[index] for index in keep]
             self._tensors = tuple(tensor[keep] for tensor in self._tensors)
-        groups = [*self._waiting, *([] if self._prompt is None else [self._prompt.group])]
-        for group in groups:
+        for group in self._groups():
             group.sequences = [sequence for sequence in group.sequences if not sequence.is_finished]
         self._waiting = [group for group in self._waiting if group.sequences]
         if self._prompt is not None and not self._prompt.group.sequences:
