@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parity import TOLERANCES
+from test_runtime_beam_search import log_softmax
 
 from graphport.cli import main
 from graphport.export import export
@@ -115,13 +117,13 @@ def test_log_probabilities_are_those_of_the_logits(model: RecurrentModel) -> Non
     (output,) = model.generate(
         [prompt], SamplingParams(max_new_tokens=1, temperature=0.0, logprobs=2, prompt_logprobs=0)
     )
-    logits = np.concatenate([model.step([prompt])[0][0]])
-    shares = logits - np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1, keepdims=True))
-    shares -= logits.max(axis=1, keepdims=True)
+    logits = model.step([prompt])[0][0]
+    shares = log_softmax(logits)
     assert output.prompt_logprobs is not None
     assert output.logprobs is not None
     found = [sample.logprob for sample in output.prompt_logprobs[1:] if sample is not None]
-    assert found == pytest.approx([shares[place, prompt[place + 1]] for place in range(len(prompt) - 1)], abs=1e-4)
+    wanted = [shares[place, token] for place, token in enumerate(prompt[1:])]
+    assert found == pytest.approx(wanted, abs=TOLERANCES["log probability", "float32"])
     assert output.logprobs[0].top_logprobs[0][0] == output.token_ids[0] == int(logits[-1].argmax())
 
 
