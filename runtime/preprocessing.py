@@ -21,15 +21,15 @@ Pixels = NDArray[np.float32]
 MOST_PIXELS = 64_000_000  # of a picture: 8,000 x 8,000, decoded 192 MB, and more than any model reads
 
 
-class PictureError(ValueError):
+class PictureSizeError(ValueError):
     """A picture that is not read because of its size."""
 
 
 def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image":
-    """The picture in a file, or `source` itself. Raises ValueError for a file that holds none or one of more than
-    MOST_PIXELS, TypeError for others.
+    """The picture in a file, in colours and upright, or `source` itself.
 
-    Without Pillow it raises ModuleNotFoundError with the command that installs it.
+    Raises ValueError for a file that holds none and for a picture of more than MOST_PIXELS, TypeError for other
+    sources, and without Pillow ModuleNotFoundError with the command that installs it.
     """
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
@@ -54,17 +54,17 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
         with opened as picture:  # upright and in colours, as `load_image` of transformers gives it
             _require_size(picture, name)
             return ImageOps.exif_transpose(picture).convert("RGB")
-    except PictureError:
+    except PictureSizeError:
         raise
     except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
 
 
 def _require_size(picture: "Image", name: str) -> None:
-    """Raise PictureError for a picture of too many pixels, before they are decoded."""
+    """Raise PictureSizeError for a picture of too many pixels, before they are decoded."""
     width, height = picture.size
     if width * height > MOST_PIXELS:
-        raise PictureError(
+        raise PictureSizeError(
             f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller before it is read"
         )
 

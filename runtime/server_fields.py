@@ -24,7 +24,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
             400, f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="bad_body"
         ) from error
     try:
-        record = json.loads(text, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_without_doubles)
+        record = json.loads(text, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_object)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
@@ -54,10 +54,10 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; of two values of one field JSON does not say which holds.
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of `pairs`. Raises ApiError for a whole number that is too long, and for one field given twice.
 
-    Raises ApiError for them, and for whole numbers that are too long.
+    Of two values of one field JSON does not say which holds.
     """
     record = dict(pairs)
     long = next((name for name, value in pairs if _is_long(value)), None)

@@ -42,7 +42,7 @@ def verify(
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
     folders = bundles_in(bundle)
     if invariance:
-        _require_invariant(folders)
+        _require_invariance_checks(folders)
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
@@ -77,8 +77,8 @@ def verify(
         raise typer.Exit(1)
 
 
-def _require_invariant(folders: "Mapping[str, Path]") -> None:
-    """Raise BadParameter for a kind whose invariance is not checked, before anything runs."""
+def _require_invariance_checks(folders: "Mapping[str, Path]") -> None:
+    """Raise BadParameter for bundles of a kind that has no such checks, before anything runs."""
     from graphport.runtime.bundle_files import open_bundle
 
     for folder in folders.values():
