@@ -1,6 +1,5 @@
 """GGUF vocabularies: ids equal the tokenizers they were made from, on text that is hard to cut."""
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import gguf
 import pytest
 import regex
-import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -106,7 +104,7 @@ def _metadata(trained: Tokenizer, pre: str | None, **changes: Any) -> dict[str, 
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
 
 
-def _read(metadata: dict[str, Any]) -> Tokenizer:
+def read(metadata: dict[str, Any]) -> Tokenizer:
     text = tokenizer_json(metadata, where="x.gguf", vocab_size=len(metadata["tokenizer.ggml.tokens"]))
     assert text is not None
     return Tokenizer.from_str(text)
@@ -155,14 +153,14 @@ def _reference(trained: Tokenizer, pre: str) -> Tokenizer:
 
 @pytest.mark.parametrize("pre", PRE_NAMES)
 def test_ids_equal_the_tokenizer_that_the_family_ships(pre: str, trained: Tokenizer) -> None:
-    mine, reference = _read(_metadata(trained, pre)), _reference(trained, pre)
+    mine, reference = read(_metadata(trained, pre)), _reference(trained, pre)
     for text in CORPUS + SPECIAL:
         assert mine.encode(text).ids == reference.encode(text).ids, text
 
 
 @pytest.mark.parametrize("pre", OTHERS)
 def test_the_corpus_tells_pre_tokenizers_apart(pre: str, trained: Tokenizer) -> None:
-    mine, reference = _read(_metadata(trained, pre)), _reference(trained, OTHERS[pre])
+    mine, reference = read(_metadata(trained, pre)), _reference(trained, OTHERS[pre])
     assert any(mine.encode(text).ids != reference.encode(text).ids for text in CORPUS)
 
 
@@ -196,7 +194,7 @@ def test_what_no_tokenizer_json_defines_is_cut_as_llama_cpp_does(
     plain = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=pre == "youtu"))
 
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    mine = _read(_metadata(trained, pre))
+    mine = read(_metadata(trained, pre))
     for text in CORPUS:
         pieces = [text]
         for pattern in cuts:
@@ -207,14 +205,14 @@ def test_what_no_tokenizer_json_defines_is_cut_as_llama_cpp_does(
 def test_every_pre_tokenizer_of_the_table_decodes_what_it_encodes(trained: Tokenizer) -> None:
     for kind in PRE_TOKENIZERS:
         for name in kind.names:
-            mine = _read(_metadata(trained, name))
+            mine = read(_metadata(trained, name))
             for text in CORPUS:
                 expected = text if kind.form is None else normalizers.NFC().normalize_str(text)
                 assert mine.decode(mine.encode(text).ids, skip_special_tokens=False) == expected
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_not(trained: Tokenizer) -> None:
-    mine = _read(_metadata(trained, "smollm"))
+    mine = read(_metadata(trained, "smollm"))
     ids = mine.encode("<|begin|>a<think>b<|end|>").ids
     think = mine.token_to_id("<think>")
     assert (ids[0], ids[-1], think in ids) == (0, 1, True)
@@ -238,7 +236,7 @@ def test_begin_and_end_tokens_are_added_as_the_file_says(
 ) -> None:
     metadata = _metadata(trained, pre, **changes)
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    mine = _read(metadata)
+    mine = read(metadata)
     inner = mine.encode("a b", add_special_tokens=False).ids
     assert mine.encode("a b").ids == begin + inner + end
     assert mine.encode("a b", "a b").ids == (begin + inner + end) * 2
@@ -259,7 +257,7 @@ def test_vocabularies_that_are_not_understood_are_refused_by_name(
     changes: dict[str, Any], message: str, trained: Tokenizer
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"x\.gguf: .*{message}"):
-        _read(_metadata(trained, "smollm") | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+        read(_metadata(trained, "smollm") | {f"tokenizer.ggml.{key}": value for key, value in changes.items()})
 
 
 def test_a_vocabulary_of_another_size_than_the_embedding_is_refused(trained: Tokenizer) -> None:
@@ -271,7 +269,7 @@ def test_missing_merges_are_refused(trained: Tokenizer) -> None:
     metadata = _metadata(trained, "smollm")
     del metadata["tokenizer.ggml.merges"]
     with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges is missing"):
-        _read(metadata)
+        read(metadata)
 
 
 def test_a_file_without_vocabulary_has_no_tokenizer() -> None:
@@ -290,86 +288,10 @@ def test_chat_template_is_the_default_one(metadata: dict[str, Any], expected: st
     assert chat_template(metadata) == expected
 
 
-@pytest.fixture(scope="module")
-def sentence_model() -> sentencepiece.SentencePieceProcessor:
-    """A SentencePiece BPE as Llama 2's: byte fallback, identity normaliser, dummy prefix, digits split."""
-    model = io.BytesIO()
-    lines = [line for text in CORPUS for line in text.replace("\0", "").splitlines() if line.strip()]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines * 3),
-        model_writer=model,
-        model_type="bpe",
-        vocab_size=900,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        split_digits=True,
-        character_coverage=0.98,
-        user_defined_symbols=["<think>"],
-        minloglevel=2,
-    )
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-
-
-def _sentence_metadata(model: sentencepiece.SentencePieceProcessor, **changes: Any) -> dict[str, Any]:
-    def kind(number: int) -> int:
-        checks = ((model.is_unknown, 2), (model.is_control, 3), (model.is_byte, 6))
-        if model.id_to_piece(number) == "<think>":
-            return 4
-        return next((value for check, value in checks if check(number)), 1)
-
-    numbers = range(model.get_piece_size())
-    metadata = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [model.id_to_piece(number) for number in numbers],
-        "tokenizer.ggml.scores": [model.get_score(number) for number in numbers],
-        "tokenizer.ggml.token_type": [kind(number) for number in numbers],
-        "tokenizer.ggml.bos_token_id": model.bos_id(),
-        "tokenizer.ggml.eos_token_id": model.eos_id(),
-    }
-    return metadata | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
-
-
-def test_sentencepiece_ids_and_texts_equal_the_sentencepiece_library(
-    sentence_model: sentencepiece.SentencePieceProcessor,
-) -> None:
-    mine = _read(_sentence_metadata(sentence_model))
-    for text in CORPUS:
-        expected = sentence_model.encode(text)
-        assert mine.encode(text, add_special_tokens=False).ids == expected, text
-        assert mine.encode(text).ids == [sentence_model.bos_id(), *expected]
-        assert mine.decode(expected) == text
-
-
-def test_a_sentencepiece_merge_order_by_id_alone_would_be_noticed(
-    sentence_model: sentencepiece.SentencePieceProcessor,
-) -> None:
-    metadata = _sentence_metadata(sentence_model)
-    mine = _read(metadata | {"tokenizer.ggml.scores": [-score for score in metadata["tokenizer.ggml.scores"]]})
-    assert any(mine.encode(text, add_special_tokens=False).ids != sentence_model.encode(text) for text in CORPUS)
-
-
-def test_sentencepiece_without_prefix_space_keeps_the_text(
-    sentence_model: sentencepiece.SentencePieceProcessor,
-) -> None:
-    mine = _read(_sentence_metadata(sentence_model, add_space_prefix=False, add_bos_token=False))
-    ids = mine.encode("fox").ids
-    assert ids == mine.encode("fox", add_special_tokens=False).ids
-    assert mine.id_to_token(ids[0])[0] == "f"
-    assert mine.decode(mine.encode(" fox").ids) == " fox"
-
-
-def test_a_sentencepiece_vocabulary_without_scores_is_refused(
-    sentence_model: sentencepiece.SentencePieceProcessor,
-) -> None:
-    with pytest.raises(CheckpointError, match="needs one score and one token_type a token"):
-        _read(_sentence_metadata(sentence_model, scores=[0.0]))
-
-
 @pytest.mark.real
 def test_smollm2_ids_equal_its_original_tokenizer(smollm2_gguf: Path) -> None:
     """The original pre-tokenizer is Digits + ByteLevel; transformers' GGUF reader forgets the digits."""
-    mine = _read(read_gguf_file(smollm2_gguf).metadata)
+    mine = read(read_gguf_file(smollm2_gguf).metadata)
     loaded = AutoTokenizer.from_pretrained(str(smollm2_gguf.parent), gguf_file=smollm2_gguf.name)
     without_digits = loaded.backend_tokenizer
     original = Tokenizer.from_str(without_digits.to_str())

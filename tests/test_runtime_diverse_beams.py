@@ -1,6 +1,5 @@
 """Diverse beam search: equal to the paper's own recursion over whole texts, and one group's is beam search."""
 
-
 import numpy as np
 import pytest
 from parity import RELATIVE_TOLERANCES
