@@ -12,6 +12,7 @@ import ctypes
 import datetime
 import os
 import shlex
+import statistics
 import sys
 import tempfile
 import threading
@@ -43,7 +44,7 @@ TOLERANCE = 1e-5  # of the largest result; a block's sum left out gives 1
 COLUMNS_CHECKED = 256
 SYSTEMS = ("MatMulNBits", "prototype")
 
-_WINDOW_S = 0.02  # of a measurement
+_WINDOW_S = 0.01  # of a measurement
 _PEAK_REPEATS = 20_000_000
 
 Floats = NDArray[np.float32]
@@ -203,8 +204,8 @@ def _multiplied(session: Any, x: Floats) -> Floats:  # noqa: ANN401 - ORT is unt
 
 def measure(
     sessions: dict[tuple[str, str], Any], rows: tuple[int, ...]
-) -> tuple[dict[tuple[str, int, str], list[float]], float]:
-    """Seconds by shape, rows and system; the share of the CPU that other processes took meanwhile."""
+) -> tuple[dict[tuple[str, int, str], float], float]:
+    """Median seconds by shape, rows and system; the share of the CPU that other processes took meanwhile."""
     before = CpuTimes.now(os.getpid())
     spent = {
         (shape.name, count, system): _seconds(sessions[shape.name, system], count, shape.width)
@@ -215,8 +216,8 @@ def measure(
     return spent, CpuTimes.now(os.getpid()).others_since(before)
 
 
-def _seconds(session: Any, rows: int, width: int) -> list[float]:  # noqa: ANN401 - ORT is untyped
-    """Of each run in a window of time, the first left out."""
+def _seconds(session: Any, rows: int, width: int) -> float:  # noqa: ANN401 - ORT is untyped
+    """Median of the runs in a window of time, the first left out."""
     binding = session.io_binding()
     x = np.random.default_rng(rows).standard_normal((rows, width), np.float32)
     binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x))
@@ -227,7 +228,7 @@ def _seconds(session: Any, rows: int, width: int) -> list[float]:  # noqa: ANN40
         begin = time.perf_counter()
         session.run_with_iobinding(binding)
         spent.append(time.perf_counter() - begin)
-    return spent
+    return statistics.median(spent)
 
 
 def report(times: dict[tuple[str, int, str], list[float]], rows: tuple[int, ...], peaks: list[float]) -> str:
@@ -239,7 +240,7 @@ def report(times: dict[tuple[str, int, str], list[float]], rows: tuple[int, ...]
         f"Command: `{shlex.join(['python', *sys.argv])}`, commit {commit()}, onnxruntime {onnxruntime.__version__}.",
         "",
         f"vpdpbusd on registers alone: {top / 1e9:.0f} G operations a second, the most of {len(peaks)} rounds "
-        f"(least {min(peaks) / 1e9:.0f}). Medians; in brackets the share of that.",
+        f"(least {min(peaks) / 1e9:.0f}). Medians of rounds; in brackets the share of that.",
     ]
     for shape in SHAPES:
         lines += ["", f"## {shape.name}: {shape.width} by {shape.columns}, {shape.bits}-bit", ""]
@@ -256,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--include", type=Path, metavar="FOLDER", required=True, help="of onnxruntime_c_api.h")
     parser.add_argument("--rows", type=lengths, default=ROWS)
-    add_shared_options(parser, rounds=5)
+    add_shared_options(parser, rounds=11)
     arguments = parser.parse_args()
     quiet = Quiet(max_others=arguments.max_others, patience_s=arguments.patience)
     try:
@@ -277,7 +278,7 @@ def main() -> int:
             for _ in range(arguments.rounds):
                 peaks.append(peak(library, arguments.threads))
                 for key, spent in quiet.measured(partial(measure, sessions, arguments.rows)).items():
-                    times[key].extend(spent)
+                    times[key].append(spent)
     except PeerError as error:
         print(f"block_products: error: {error}", file=sys.stderr)
         return 1
