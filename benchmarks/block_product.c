@@ -4,9 +4,10 @@
  * activations becomes int8 with one scale, and y = sum over blocks of scale_x * scale_w * (x . w) + sum_x * sum_w, where
  * sum_w is -scale_w * zero_point, and the block's minimum where a GGUF file has one. Nothing of graphport loads it.
  *
- * Codes lie in tiles of 32 columns, four of a column's values side by side: one vpdpbusd multiplies 4 values of a row by
- * those of 16 columns, so no sum has to be taken across a register, and what is loaded and unpacked serves up to ROWS
- * rows. 4-bit codes are unpacked in registers where ROWS suffice, else once a tile for all rows, DEPTH blocks at a time.
+ * A matrix lies in tiles of 32 columns, whose blocks are records: codes, four of a column's values side by side, then
+ * scales and sums. One vpdpbusd multiplies 4 values of a row by those of 16 columns, so no sum has to be taken across a
+ * register, and what is loaded and unpacked serves up to ROWS rows. 4-bit codes are unpacked in registers where ROWS
+ * suffice, else once a tile for all rows, DEPTH blocks at a time.
  */
 #include "block_product.h"
 
@@ -21,29 +22,35 @@ typedef struct {
   const Matrix* matrix;
   const Rounded* rounded;
   int64_t tile, first, count; /* blocks [first, first + count) */
-  const uint8_t* codes;       /* of block `first` */
+  const uint8_t* codes;       /* of block `first`; each block's lie `stride` bytes behind those before */
+  int64_t stride;
   float* out;
 } Part;
 
 static int64_t whole(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
+static int64_t code_bytes(const Matrix* matrix) { return TILE * BLOCK * matrix->bits / 8; }
+
+static uint8_t* record(const Matrix* matrix, int64_t tile, int64_t block) {
+  return matrix->records + (tile * matrix->blocks + block) * matrix->stride;
+}
+
 int matrix_pack(Matrix* matrix, const uint8_t* codes, const float* scales, const float* sums) {
-  int64_t tiles = matrix->tiles = (matrix->columns + TILE - 1) / TILE, blocks = matrix->blocks;
-  int64_t bytes = BLOCK * matrix->bits / 8, held = tiles * blocks * TILE;
-  matrix->codes = aligned_alloc(64, whole(held * bytes));
-  matrix->scales = aligned_alloc(64, whole(held * 2 * sizeof(float)));
-  if (!matrix->codes || !matrix->scales) return 0;
-  matrix->sums = matrix->scales + held;
-  memset(matrix->codes, 0, whole(held * bytes));
-  memset(matrix->scales, 0, whole(held * 2 * sizeof(float)));
+  int64_t bytes = BLOCK * matrix->bits / 8, all;
+  matrix->tiles = (matrix->columns + TILE - 1) / TILE;
+  matrix->stride = code_bytes(matrix) + 2 * TILE * sizeof(float);
+  all = matrix->tiles * matrix->blocks * matrix->stride;
+  matrix->records = aligned_alloc(64, all);
+  if (!matrix->records) return 0;
+  memset(matrix->records, 0, all);
   for (int64_t column = 0; column < matrix->columns; column++)
-    for (int64_t block = 0; block < blocks; block++) {
-      int64_t from = column * blocks + block, to = column / TILE * blocks + block, lane = column % TILE;
-      matrix->scales[to * TILE + lane] = scales[from];
-      matrix->sums[to * TILE + lane] = sums[from];
-      uint8_t* packed = matrix->codes + to * TILE * bytes + lane * QUAD;
+    for (int64_t block = 0; block < matrix->blocks; block++) {
+      int64_t from = column * matrix->blocks + block, lane = column % TILE;
+      uint8_t *to = record(matrix, column / TILE, block), *packed = to + lane * QUAD;
+      float* factors = (float*)(to + code_bytes(matrix));
+      const uint8_t* code = codes + from * bytes;
+      factors[lane] = scales[from], factors[TILE + lane] = sums[from];
       for (int i = 0; i < BLOCK; i++) {
-        const uint8_t* code = codes + from * bytes;
         int quad = i / QUAD, half = QUADS / 2;
         if (matrix->bits == 8)
           packed[quad * LINE + i % QUAD] = code[i];
@@ -54,10 +61,7 @@ int matrix_pack(Matrix* matrix, const uint8_t* codes, const float* scales, const
   return 1;
 }
 
-void matrix_free(Matrix* matrix) {
-  free(matrix->codes);
-  free(matrix->scales);
-}
+void matrix_free(Matrix* matrix) { free(matrix->records); }
 
 int64_t rounded_bytes(int64_t rows, int64_t blocks) { return whole(rows * blocks * (BLOCK + 2 * sizeof(float))); }
 
@@ -92,11 +96,11 @@ static inline void unpack(const uint8_t* packed, __m512i* low, __m512i* high) {
 __attribute__((always_inline)) static inline void multiply(const int rows, const int is_packed, const Part* part, int64_t row) {
   const Matrix* matrix = part->matrix;
   int64_t blocks = matrix->blocks, place = row * blocks + part->first;
-  int64_t held = (part->tile * blocks + part->first) * TILE, left = matrix->columns - part->tile * TILE;
+  int64_t left = matrix->columns - part->tile * TILE;
   const uint8_t* codes = part->codes;
   const int8_t* x = part->rounded->codes + place * BLOCK;
   const float *x_scales = part->rounded->scales + place, *x_sums = part->rounded->sums + place;
-  const float *scales = matrix->scales + held, *sums = matrix->sums + held;
+  const uint8_t* factors = record(matrix, part->tile, part->first) + code_bytes(matrix);
   float* out = part->out + row * matrix->columns + part->tile * TILE;
   __mmask16 masks[2] = {left < LANES ? (1 << left) - 1 : 0xffff, 0};
   if (left > LANES) masks[1] = left < TILE ? (1 << (left - LANES)) - 1 : 0xffff;
@@ -105,7 +109,7 @@ __attribute__((always_inline)) static inline void multiply(const int rows, const
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < 2; c++)
       total[r][c] = part->first ? _mm512_maskz_loadu_ps(masks[c], out + r * matrix->columns + c * LANES) : _mm512_setzero_ps();
-  for (int64_t block = 0; block < part->count; block++, x += BLOCK) {
+  for (int64_t block = 0; block < part->count; block++, x += BLOCK, codes += part->stride, factors += matrix->stride) {
     __m512i dots[ROWS][2];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) dots[r][0] = dots[r][1] = _mm512_setzero_si512();
@@ -131,14 +135,13 @@ __attribute__((always_inline)) static inline void multiply(const int rows, const
           dots[r][1] = _mm512_dpbusd_epi32(dots[r][1], code[half][1], four);
         }
     }
-    codes += is_packed ? CODES / 2 : CODES;
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
       __m512 scale = _mm512_set1_ps(x_scales[r * blocks + block]), sum = _mm512_set1_ps(x_sums[r * blocks + block]);
       for (int c = 0; c < 2; c++) {
-        int64_t lanes = block * TILE + c * LANES;
-        total[r][c] = _mm512_fmadd_ps(sum, _mm512_load_ps(sums + lanes), total[r][c]);
-        __m512 scaled = _mm512_mul_ps(scale, _mm512_load_ps(scales + lanes));
+        const float* lanes = (const float*)factors + c * LANES;
+        total[r][c] = _mm512_fmadd_ps(sum, _mm512_load_ps(lanes + TILE), total[r][c]);
+        __m512 scaled = _mm512_mul_ps(scale, _mm512_load_ps(lanes));
         total[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), scaled, total[r][c]);
       }
     }
@@ -165,25 +168,24 @@ static void multiply_groups(int64_t rows, int is_packed, const Part* part) {
 }
 
 void multiply_tile(const Matrix* matrix, const Rounded* rounded, int64_t rows, int64_t tile, float* out) {
-  int64_t bytes = TILE * BLOCK * matrix->bits / 8, blocks = matrix->blocks;
-  const uint8_t* codes = matrix->codes + tile * blocks * bytes;
-  Part part = {.matrix = matrix, .rounded = rounded, .tile = tile, .count = blocks, .codes = codes, .out = out};
-  if (rows <= ROWS) {
+  int64_t blocks = matrix->blocks;
+  Part part = {.matrix = matrix, .rounded = rounded, .tile = tile, .count = blocks, .stride = matrix->stride, .out = out};
+  part.codes = record(matrix, tile, 0);
+  if (rows <= ROWS || matrix->bits == 8) {
     multiply_groups(rows, matrix->bits == 4, &part);
     return;
   }
   _Alignas(64) uint8_t wide[DEPTH * CODES];
+  part.codes = wide, part.stride = CODES;
   for (part.first = 0; part.first < blocks; part.first += DEPTH) {
     part.count = blocks - part.first < DEPTH ? blocks - part.first : DEPTH;
-    part.codes = matrix->bits == 4 ? wide : codes + part.first * bytes;
-    if (matrix->bits == 4)
-      for (int64_t block = 0; block < part.count; block++)
-        for (int i = 0; i < CODES / 2; i += 64) {
-          __m512i low, high;
-          unpack(codes + (part.first + block) * bytes + i, &low, &high);
-          _mm512_store_si512(wide + block * CODES + i, low);
-          _mm512_store_si512(wide + block * CODES + CODES / 2 + i, high);
-        }
+    for (int64_t block = 0; block < part.count; block++)
+      for (int i = 0; i < CODES / 2; i += 64) {
+        __m512i low, high;
+        unpack(record(matrix, tile, part.first + block) + i, &low, &high);
+        _mm512_store_si512(wide + block * CODES + i, low);
+        _mm512_store_si512(wide + block * CODES + CODES / 2 + i, high);
+      }
     multiply_groups(rows, 0, &part);
   }
 }

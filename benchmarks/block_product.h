@@ -4,11 +4,10 @@
 
 enum { BLOCK = 32, TILE = 32 }; /* values a block, columns a tile */
 
-/* W [columns, blocks * BLOCK], w = scale * code + sum / what a block's activations add up to; packed in tiles. */
+/* W [columns, blocks * BLOCK] as records of `stride` bytes, one a tile and block: codes, TILE scales, TILE sums. */
 typedef struct {
-  int64_t columns, blocks, bits, tiles;
-  uint8_t* codes;
-  float *scales, *sums;
+  int64_t columns, blocks, bits, tiles, stride;
+  uint8_t* records;
 } Matrix;
 
 /* Rows x [rows, blocks * BLOCK] rounded to int8: x = scale * code, sums[row][block] = scale * (sum of codes). */

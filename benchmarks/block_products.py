@@ -240,16 +240,18 @@ def report(times: dict[tuple[str, int, str], list[float]], rows: tuple[int, ...]
         f"Command: `{shlex.join(['python', *sys.argv])}`, commit {commit()}, onnxruntime {onnxruntime.__version__}.",
         "",
         f"vpdpbusd on registers alone: {top / 1e9:.0f} G operations a second, the most of {len(peaks)} rounds "
-        f"(least {min(peaks) / 1e9:.0f}). Medians of rounds; in brackets the share of that.",
+        f"(least {min(peaks) / 1e9:.0f}). Medians of rounds; in brackets the share of that, and of ratios the least and the most.",
     ]
     for shape in SHAPES:
         lines += ["", f"## {shape.name}: {shape.width} by {shape.columns}, {shape.bits}-bit", ""]
         lines += ["| rows | MatMulNBits, ms | prototype, ms | times as fast |", "|---|---|---|---|"]
         for count in rows:
-            medians = [spread(times[shape.name, count, system]).median for system in SYSTEMS]
+            of_rounds = [times[shape.name, count, system] for system in SYSTEMS]
             operations = 2 * count * shape.width * shape.columns
+            medians = [spread(each).median for each in of_rounds]
             cells = [f"{seconds * 1000:.3f} ({operations / seconds / top:.0%})" for seconds in medians]
-            lines.append(f"| {count} | {' | '.join(cells)} | {medians[0] / medians[1]:.2f} |")
+            gain = spread([stock / other for stock, other in zip(*of_rounds, strict=True)])
+            lines.append(f"| {count} | {' | '.join(cells)} | {gain.median:.2f} ({gain.least:.2f}-{gain.most:.2f}) |")
     return "\n".join([*lines, ""])
 
 
