@@ -240,7 +240,7 @@ def report(times: dict[tuple[str, int, str], list[float]], rows: tuple[int, ...]
         f"Command: `{shlex.join(['python', *sys.argv])}`, commit {commit()}, onnxruntime {onnxruntime.__version__}.",
         "",
         f"vpdpbusd on registers alone: {top / 1e9:.0f} G operations a second, the most of {len(peaks)} rounds "
-        f"(least {min(peaks) / 1e9:.0f}). Medians of rounds; in brackets the share of that, and of ratios the least and "
+        f"(least {min(peaks) / 1e9:.0f}). Medians of rounds; in brackets the share of that, of ratios the least and "
         "the most.",
     ]
     for shape in SHAPES:
