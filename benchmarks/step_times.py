@@ -113,9 +113,15 @@ def measure(variants: list[Variant], works: tuple[Work, ...], rounds: int, quiet
 
 
 def report(
-    title: str, times: Times, parts: dict[tuple[str, str], dict[str, float]], names: list[str], works: tuple[Work, ...]
+    title: str,
+    times: Times,
+    parts: dict[tuple[str, str], dict[str, float]],
+    variants: list[Variant],
+    works: tuple[Work, ...],
 ) -> str:
     """The table, where and how it was measured, and the shares."""
+    names = [variant.name for variant in variants]
+    medians = {key: spread(spent).median for key, spent in times.items()}
     lines = [
         f"# {title}: {', '.join(names)}",
         "",
@@ -126,8 +132,11 @@ def report(
         "|---" * (len(works) + 1) + "|",
     ]
     for name in names:
-        cells = [f"{spread(times[name, work.what]).median:.2f}" for work in works]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(f'{medians[name, work.what]:.2f}' for work in works)} |")
+    for variant in variants:
+        if variant.like is not None:
+            gains = [medians[variant.like, work.what] / medians[variant.name, work.what] for work in works]
+            lines.append(f"| {variant.name}: times as fast | {' | '.join(f'{gain:.2f}' for gain in gains)} |")
     lines += ["", "Share of the profiled time, the largest first:", ""]
     for name in names:
         for work in works:
@@ -158,7 +167,7 @@ def run(
             for variant in variants:
                 if variant.like is not None:
                     variant.graph.unlink()
-    text = report(title, times, parts, [variant.name for variant in variants], works) + f"\n{note}\n"
+    text = report(title, times, parts, variants, works) + f"\n{note}\n"
     print(text)
     if arguments.out is not None:
         arguments.out.write_text(text, encoding="utf-8")

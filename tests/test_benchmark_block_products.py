@@ -20,8 +20,8 @@ from block_products import TOLERANCE, Blocks, Floats, opened, require_exact
 from gguf.constants import GGMLQuantizationType
 from onnx import numpy_helper
 from peer_process import PeerError
-from step_runs import prompt
-from step_times import compiled
+from step_runs import decoding, prompt
+from step_times import Variant, compiled, report
 from tiny_checkpoints import make_model, write_gguf
 
 from graphport.export import export
@@ -163,3 +163,13 @@ def test_a_prompt_is_cut_as_the_engine_cuts_it() -> None:
         (0, 64, False), (64, 64, False), (128, 22, True),
     ]  # fmt: skip
     assert work.capacity == 150
+
+
+def test_a_variant_with_a_custom_op_is_compared_with_the_graph_that_serves() -> None:
+    graph, work = Path("model.onnx"), decoding(3)
+    variants = [Variant(name="stock", graph=graph), Variant(name="other", graph=graph, like="stock")]
+    times = {("stock", "after 3"): [2.0, 4.0, 3.0], ("other", "after 3"): [1.0, 1.5, 9.0]}
+    shares = {("stock", "after 3"): {"MatMulNBits": 0.75}, ("other", "after 3"): {OP: 0.5}}
+    text = report("Steps", times, shares, variants, (work,))
+    assert "| stock | 3.00 |\n| other | 1.50 |\n| other: times as fast | 2.00 |" in text
+    assert f"* other, after 3: {OP} 50%" in text
