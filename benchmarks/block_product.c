@@ -1,8 +1,8 @@
-/* Products of float rows with a block-quantised matrix, on AVX-512 VNNI: the arithmetic of a prototype, without threads.
+/* Products of float rows with a block-quantised matrix on AVX-512 VNNI: the arithmetic of a prototype, without threads.
  *
  * In: rows, and a matrix as MatMulNBits holds it. Out: what MatMulNBits computes at accuracy_level 4: each block of 32
- * activations becomes int8 with one scale, and y = sum over blocks of scale_x * scale_w * (x . w) + sum_x * sum_w, where
- * sum_w is -scale_w * zero_point, and the block's minimum where a GGUF file has one. Nothing of graphport loads it.
+ * activations becomes int8 with one scale, and y is the sum over blocks of scale_x * scale_w * (x . w) + sum_x * sum_w.
+ * There sum_w is -scale_w * zero_point, and the block's minimum where a GGUF file has one. No bundle uses it.
  *
  * A matrix lies in tiles of 32 columns, whose blocks are records: codes, four of a column's values side by side, then
  * scales and sums. One vpdpbusd multiplies 4 values of a row by those of 16 columns, so no sum has to be taken across a
@@ -17,6 +17,7 @@
 #include <string.h>
 
 enum { LANES = 16, ROWS = 6, DEPTH = 16, QUAD = 4, QUADS = BLOCK / QUAD, LINE = TILE * QUAD, CODES = TILE * BLOCK };
+enum { CACHE_LINE = 64, AHEAD = 3072 }; /* bytes by which loads are announced */
 
 typedef struct {
   const Matrix* matrix;
@@ -77,12 +78,18 @@ void round_row(const float* x, int64_t row, const Rounded* rounded) {
     float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
     float scale = largest / 127;
     __m512 inverse = _mm512_set1_ps(largest ? 127 / largest : 0);
-    __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse)), second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
+    __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(low, inverse));
+    __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(high, inverse));
     _mm_storeu_si128((__m128i*)(rounded->codes + place * BLOCK), _mm512_cvtepi32_epi8(first));
     _mm_storeu_si128((__m128i*)(rounded->codes + place * BLOCK + LANES), _mm512_cvtepi32_epi8(second));
     rounded->scales[place] = scale;
     rounded->sums[place] = scale * _mm512_reduce_add_epi32(_mm512_add_epi32(first, second));
   }
+}
+
+/* Have the processor fetch what lies AHEAD of a record. */
+static inline void fetch(const uint8_t* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += CACHE_LINE) _mm_prefetch((const char*)from + AHEAD + i, _MM_HINT_T0);
 }
 
 /* 16 columns' codes of quads q and q + 4. */
@@ -93,7 +100,8 @@ static inline void unpack(const uint8_t* packed, __m512i* low, __m512i* high) {
 }
 
 /* Multiply `rows` rows from `row` on by a tile. `rows` and `is_packed` are constants wherever this is called. */
-__attribute__((always_inline)) static inline void multiply(const int rows, const int is_packed, const Part* part, int64_t row) {
+__attribute__((always_inline)) static inline void multiply(
+    const int rows, const int is_packed, const Part* part, int64_t row) {
   const Matrix* matrix = part->matrix;
   int64_t blocks = matrix->blocks, place = row * blocks + part->first;
   int64_t left = matrix->columns - part->tile * TILE;
@@ -108,9 +116,11 @@ __attribute__((always_inline)) static inline void multiply(const int rows, const
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
     for (int c = 0; c < 2; c++)
-      total[r][c] = part->first ? _mm512_maskz_loadu_ps(masks[c], out + r * matrix->columns + c * LANES) : _mm512_setzero_ps();
-  for (int64_t block = 0; block < part->count; block++, x += BLOCK, codes += part->stride, factors += matrix->stride) {
+      total[r][c] = part->first ? _mm512_maskz_loadu_ps(masks[c], out + r * matrix->columns + c * LANES)
+                                : _mm512_setzero_ps();
+  for (int64_t block = 0; block < part->count; block++) {
     __m512i dots[ROWS][2];
+    if (!row) fetch(factors - code_bytes(matrix), matrix->stride); /* later groups find it in the cache */
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) dots[r][0] = dots[r][1] = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -145,6 +155,7 @@ __attribute__((always_inline)) static inline void multiply(const int rows, const
         total[r][c] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots[r][c]), scaled, total[r][c]);
       }
     }
+    x += BLOCK, codes += part->stride, factors += matrix->stride;
   }
 #pragma GCC unroll 6
   for (int r = 0; r < rows; r++)
@@ -169,8 +180,8 @@ static void multiply_groups(int64_t rows, int is_packed, const Part* part) {
 
 void multiply_tile(const Matrix* matrix, const Rounded* rounded, int64_t rows, int64_t tile, float* out) {
   int64_t blocks = matrix->blocks;
-  Part part = {.matrix = matrix, .rounded = rounded, .tile = tile, .count = blocks, .stride = matrix->stride, .out = out};
-  part.codes = record(matrix, tile, 0);
+  Part part = {.matrix = matrix, .rounded = rounded, .tile = tile, .count = blocks, .out = out};
+  part.codes = record(matrix, tile, 0), part.stride = matrix->stride;
   if (rows <= ROWS || matrix->bits == 8) {
     multiply_groups(rows, matrix->bits == 4, &part);
     return;
@@ -179,13 +190,16 @@ void multiply_tile(const Matrix* matrix, const Rounded* rounded, int64_t rows, i
   part.codes = wide, part.stride = CODES;
   for (part.first = 0; part.first < blocks; part.first += DEPTH) {
     part.count = blocks - part.first < DEPTH ? blocks - part.first : DEPTH;
-    for (int64_t block = 0; block < part.count; block++)
+    for (int64_t block = 0; block < part.count; block++) {
+      const uint8_t* packed = record(matrix, tile, part.first + block);
+      fetch(packed, matrix->stride);
       for (int i = 0; i < CODES / 2; i += 64) {
         __m512i low, high;
-        unpack(record(matrix, tile, part.first + block) + i, &low, &high);
+        unpack(packed + i, &low, &high);
         _mm512_store_si512(wide + block * CODES + i, low);
         _mm512_store_si512(wide + block * CODES + CODES / 2 + i, high);
       }
+    }
     multiply_groups(rows, 0, &part);
   }
 }

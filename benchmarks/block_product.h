@@ -17,7 +17,7 @@ typedef struct {
   float *scales, *sums;
 } Rounded;
 
-/* Codes [columns, blocks, BLOCK * bits / 8] of MatMulNBits, scales and sums [columns, blocks]. Returns 0 without memory. */
+/* Codes [columns, blocks, BLOCK * bits / 8] of MatMulNBits, scales and sums [columns, blocks]. 0: no memory. */
 int matrix_pack(Matrix* matrix, const uint8_t* codes, const float* scales, const float* sums);
 void matrix_free(Matrix* matrix);
 

@@ -1,7 +1,7 @@
 /* The products of block_product.c as a custom op of ONNX Runtime, for steps of one row and of many: a prototype.
  *
- * In: x [..., K] float; codes, scales and sums of the matrix, constants that are packed once when the session opens. Out:
- * [..., N] float. Threads share the columns; above FEW rows they share rounding the rows, too. Built by block_products.py.
+ * In: x [..., K] float; codes, scales and sums of the matrix, constants that are packed once when the session opens.
+ * Out: [..., N] float. Threads share the columns; above FEW rows they share rounding the rows, too.
  */
 #include "block_product.h"
 #include "custom_op.h"
