@@ -4,7 +4,7 @@ In: sizes and an element type. Out: addresses of slots, and copies of rows. Cont
 sequences (see `kv_cache.py`).
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -26,6 +26,14 @@ NUMPY_DTYPES: dict[DType, DTypeLike] = {
 
 
 Rows = tuple[NDArray[np.generic], ...]  # of every cache buffer, [kv_heads, tokens, width], on the host
+
+
+class KeptRows(NamedTuple):
+    """What a slot holds, on the host: `length` tokens; of each buffer, rows from the token that `firsts` names on."""
+
+    length: int
+    rows: Rows
+    firsts: tuple[int, ...]
 
 
 class CacheBuffer(Protocol):

@@ -12,22 +12,12 @@ import jinja2
 from jinja2 import meta
 
 from graphport.model_def.signature import SPECIAL_TOKEN_NAMES
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.template_sandbox import Budget, TemplateSandbox
 from graphport.runtime.template_sizes import require_size
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")  # the standard name first, as in `transformers`
 _MAX_DEPTH = 64  # of lists and mappings inside a message
-
-
-class ChatTemplateError(ValueError):
-    """A template that cannot be compiled or rendered, refuses the messages, or breaks out; one line says why.
-
-    `field`: what was refused, "messages" or "tools".
-    """
-
-    def __init__(self, message: str, *, field: str = "messages") -> None:
-        super().__init__(message)
-        self.field = field
 
 
 class ChatTemplate:

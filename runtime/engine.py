@@ -24,6 +24,8 @@ from graphport.runtime.sequence import Sequence
 from graphport.runtime.session import Session
 from graphport.runtime.step_outputs import StepOutputs
 
+GROWTH_BYTES = 32 << 20  # of a growing cache, taken beside each step of the running rows: less than a chunk's time
+
 _log = logging.getLogger(__name__)
 
 
@@ -114,9 +116,15 @@ class Engine:
 
     def _prefill(self) -> None:
         used = 0
-        while used < self._prefill_chunk and (group := self.scheduler.next_prefill()) is not None:
+        while used < self._prefill_chunk:
+            group = self.scheduler.next_prefill()
+            if group is None:
+                self.cache.stop_growing()
+                return
             if not self._begin(group):
                 continue
+            if not group.has_begun:
+                return
             ids, rows = self._next_chunk(group)
             if used + len(ids) > self._prefill_chunk:
                 return
@@ -125,16 +133,21 @@ class Engine:
             used += len(ids) if rows is None else self._prefill_chunk
 
     def _begin(self, group: PromptGroup) -> bool:
-        """Make room in the cache and fill in the rows that are known already; whether that succeeded.
+        """Make room in the cache and fill in the rows that are known already; False when that failed.
 
         Room is for the whole prompt and a token after it, for all samples: the cache grows, or refuses, once and before
-        the work.
+        the work. Beside running rows it grows over several steps, and `has_begun` says whether it is done.
         """
         if group.has_begun:
             return True
         try:
-            self.cache.reserve(self.scheduler.num_slots_needed, self.scheduler.room_needed)
-            slot = self.scheduler.slot_of_prompt(group)
+            room, slot = (
+                (self.scheduler.num_slots_needed, self.scheduler.room_needed),
+                self.scheduler.slot_of_prompt(group),
+            )
+            if self.scheduler.decoding and not self.cache.reserve_part(*room, slot=slot, most_bytes=GROWTH_BYTES):
+                return True
+            self.cache.reserve(*room)
             if group.first.source is not None:
                 self.session.encode(self.cache, slot, group.first.source)
             if group.first.languages:

@@ -30,11 +30,13 @@ ENTRY_KEY, ENTRY_VALUE = 1, 2
 PACKED = "prepacked_"  # begins the keys of entries about packed weights
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MORE = 0x80  # the bit of a varint's byte that says another follows
 
 # Float element types of onnx.proto3 (TensorProto.DataType), the one that says most about a graph first: half-precision
 # graphs hold float32 tensors too.
 _FLOAT_TYPES: tuple[tuple[int, DType], ...] = ((16, "bfloat16"), (10, "float16"), (1, "float32"))
 
+_Field = tuple[int, int | tuple[int, int]]
 _Fields = dict[int, int | tuple[int, int]]
 
 
@@ -118,14 +120,15 @@ def _header(data: mmap.mmap) -> GraphHeader:
     pending = [("model", 0, len(data))]
     while pending:
         message, start, end = pending.pop()
+        fields = list(_fields(data, start, end))
         if message == "node":
-            nodes.append(_node(data, start, end))
+            nodes.append(_node(data, fields))
         elif message == "tensor":
-            name, tensor = _tensor(data, start, end)
+            name, tensor = _tensor(data, fields)
             tensors |= {name: tensor} if name else {}
             places = (tensor.place, *tensor.packed)
             external += [place for place in places if place is not None and place.location is not None]
-        for number, value in _fields(data, start, end):
+        for number, value in fields:
             if message == "model" and number == _IR_VERSION and isinstance(value, int):
                 ir_version = value
             kind = MESSAGES[message].get(number)
@@ -149,11 +152,11 @@ def _opset(data: mmap.mmap, span: tuple[int, int]) -> tuple[str, int]:
     return _text(data, pair.get(_OPSET_DOMAIN)), version if isinstance(version, int) else 0
 
 
-def _node(data: mmap.mmap, start: int, end: int) -> NodeHeader:
+def _node(data: mmap.mmap, fields: list[_Field]) -> NodeHeader:
     inputs: list[str] = []
     integers: dict[str, int] = {}
     single: _Fields = {}
-    for number, value in _fields(data, start, end):
+    for number, value in fields:
         if number == _NODE_INPUT:
             inputs.append(_text(data, value))
         elif number == _NODE_ATTRIBUTE and isinstance(value, tuple):
@@ -172,11 +175,11 @@ def _node(data: mmap.mmap, start: int, end: int) -> NodeHeader:
     )
 
 
-def _tensor(data: mmap.mmap, start: int, end: int) -> tuple[str, TensorHeader]:
+def _tensor(data: mmap.mmap, fields: list[_Field]) -> tuple[str, TensorHeader]:
     """Name of a tensor, and its type, size and places."""
     entries: dict[str, str] = {}
     single: _Fields = {}
-    for number, value in _fields(data, start, end):
+    for number, value in fields:
         if number == TENSOR_ENTRY and isinstance(value, tuple):
             pair: _Fields = dict(_fields(data, *value))
             entries[_text(data, pair[ENTRY_KEY])] = _text(data, pair[ENTRY_VALUE])
@@ -221,7 +224,7 @@ def raw_fields(data: bytes) -> Iterator[RawField]:
         yield RawField(number, data[start:end], payload)
 
 
-def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int | tuple[int, int]]]:
+def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[_Field]:
     """Fields of one protobuf message: (number, varint) or (number, (start, end)) of a length-delimited one."""
     for number, value, _, _ in _spans(data, start, end):
         if value is not None:
@@ -235,13 +238,19 @@ def _spans(
     position = start
     while position < end:
         begin = position
-        tag, position = _varint(data, position)
+        tag = data[position]
+        position += 1
+        if tag >= _MORE:
+            tag, position = _varint(data, begin)
         wire = tag & 7
         value: int | tuple[int, int] | None = None
         if wire == _VARINT:
             value, position = _varint(data, position)
         elif wire == _BYTES:
-            length, position = _varint(data, position)
+            length = data[position]  # nearly all are short, and a graph has tens of thousands
+            position += 1
+            if length >= _MORE:
+                length, position = _varint(data, position - 1)
             if position + length > end:
                 raise ValueError("a field runs past the end")
             value = (position, position + length)
@@ -259,7 +268,7 @@ def _varint(data: mmap.mmap | bytes, position: int) -> tuple[int, int]:
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
-        if byte < 0x80:
+        if byte < _MORE:
             return value, position
         shift += 7
 

@@ -5,30 +5,20 @@ knows no token ids. Legend: a buffer is [slots, kv_heads, capacity, head_dim]; t
 smaller capacity and hold a row's newest tokens, the oldest of them first.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.signature import DType, TensorSpec
 from graphport.model_def.window_rows import WindowRows
-from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer, Rows
+from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer, KeptRows, Rows
+from graphport.runtime.cache_growth import Growth, GrowthWish, shapes_for
 from graphport.runtime.cache_sizes import cache_sizes, is_moving
 from graphport.runtime.device import Device
 from graphport.runtime.memory import free_memory, require_memory
 from graphport.runtime.source_rows import SourceRows
-
-# The first capacity in tokens; every further step doubles, so that copying stays a constant share of the work.
-FIRST_CAPACITY = 64
-
-
-class KeptRows(NamedTuple):
-    """What a slot holds, on the host: `length` tokens; of each buffer, rows from the token that `firsts` names on."""
-
-    length: int
-    rows: Rows
-    firsts: tuple[int, ...]
 
 
 class KVCache:
@@ -72,6 +62,7 @@ class KVCache:
         self._longest_step = longest_step
         self.buffers: tuple[CacheBuffer, ...] = ()
         self.generation = 0
+        self._growth: Growth | None = None
         self.source = source
         self._device: Device = device
         self._new_buffer = new_buffer
@@ -206,9 +197,36 @@ class KVCache:
         ValueError beyond `max_slots` or `max_length`, and NotEnoughMemoryError, before anything is taken, when no
         buffers that would do fit; the cache is unchanged then.
         """
-        longest_step = max(self._longest_step, num_new)
-        if self._has_room(num_slots, length, longest_step):
+        wish = GrowthWish(num_slots, length, max(self._longest_step, num_new))
+        if self._has_room(*wish):
             return
+        growth, self._growth = self._growth, None
+        if growth is None or not growth.gives(wish):
+            growth = None  # what it took is free again before more is
+            growth = self._new_growth(wish)
+        self._take(growth)
+
+    def reserve_part(self, num_slots: int, length: int, *, slot: int, most_bytes: int) -> bool:
+        """Do a part of what `reserve` would, about `most_bytes`; whether the rest is quickly done.
+
+        That is to take memory for row `slot`, which will hold `length` tokens, and for what active rows hold. Raises as
+        `reserve` does. Only host memory is taken in parts.
+        """
+        wish = GrowthWish(num_slots, length, self._longest_step)
+        if self._device != "cpu" or self._has_room(*wish):
+            return True
+        if self._growth is None or not self._growth.gives(wish):
+            self._growth = None  # as above
+            self._growth = self._new_growth(wish, {slot: length})
+        return self._growth.advance(most_bytes)
+
+    def stop_growing(self) -> None:
+        """Give back what `reserve_part` took, if nobody waits for it any more."""
+        self._growth = None
+
+    def _new_growth(self, wish: GrowthWish, tokens: Mapping[int, int] = MappingProxyType({})) -> Growth:
+        """Buffers for `wish`, whose rows will hold what they do, or `tokens` by slot. Raises as `reserve` does."""
+        num_slots, length, longest_step = wish
         if num_slots > self.max_slots or length > self.max_length:
             raise ValueError(
                 f"{num_slots} rows of {length} tokens exceed the cache's limits of {self.max_slots} rows and "
@@ -218,7 +236,17 @@ class KVCache:
         shape = next((shape for shape in shapes if self._fits(*shape, longest_step)), None)
         if shape is None:
             self._require_room(*shapes[0], longest_step)
-        self._resize(*(shape or shapes[0]), longest_step)
+        slots, capacity = shape or shapes[0]
+        buffers = self._new_buffers(slots, capacity, longest_step)
+        held = {id(buffer) for buffer in self.buffers}
+        return Growth(
+            slots,
+            capacity,
+            longest_step,
+            buffers=buffers,
+            new=[buffer for buffer in buffers if id(buffer) not in held],
+            tokens=[tokens.get(slot, int(self.lengths[slot])) for slot in range(min(self.num_active, slots))],
+        )
 
     def has_room(self, num_slots: int, length: int) -> bool:
         """Whether `reserve` would succeed as far as memory goes."""
@@ -236,19 +264,14 @@ class KVCache:
         )
 
     def _shapes(self, num_slots: int, length: int) -> list[tuple[int, int]]:
-        """Slots and capacities that would do, the one to prefer first: by doubling, then no more than is needed.
-
-        The last one gives up slots that nobody holds. It is left out while a prompt is in prefill whose samples have
-        not got theirs: then fewer slots are asked for than are active.
-        """
-        doubled = _next_size(self.capacity or min(FIRST_CAPACITY, self.max_length), length, self.max_length)
-        needed = min(-(-max(length, self.capacity) // FIRST_CAPACITY) * FIRST_CAPACITY, self.max_length)
-        slots = _next_size(self.num_slots or 1, num_slots, self.max_slots)
-        shapes = [(slots, doubled), (slots, needed), (max(self.num_slots, num_slots), needed)]
-        if num_slots >= self.num_active:
-            longest = max(length, int(self.lengths[: self.num_active].max(initial=0)))
-            shapes.append((num_slots, min(-(-longest // FIRST_CAPACITY) * FIRST_CAPACITY, self.max_length)))
-        return shapes
+        """Slots and capacities that would do, the one to prefer first: see `shapes_for`."""
+        longest = int(self.lengths[: self.num_active].max(initial=0)) if num_slots >= self.num_active else None
+        return shapes_for(
+            (num_slots, length),
+            (self.num_slots, self.capacity),
+            (self.max_slots, self.max_length),
+            longest=longest,
+        )
 
     def bytes_for(self, slots: int, capacity: int) -> int:
         """Bytes of all buffers for `slots` slots of `capacity` tokens."""
@@ -273,7 +296,7 @@ class KVCache:
             raise ValueError(f"slot {slot} is not active; {self.num_active} slots are")
 
     def _peak(self, slots: int, capacity: int, longest_step: int) -> int:
-        """Bytes that must be free for `_resize`.
+        """Bytes that must be free to grow.
 
         In host memory that is the new size and one old buffer: pages are taken when written, rows are moved one buffer
         after the other. A device takes all of the new size at once, beside the old.
@@ -302,29 +325,27 @@ class KVCache:
             "tokens; lower max_length or max_batch",
         )
 
-    def _resize(self, slots: int, capacity: int, longest_step: int) -> None:
-        # All new buffers are allocated before the first old one is given up, so that a failure changes nothing.
-        old = list(reversed(self.buffers))
-        new: list[CacheBuffer] = []
+    def _new_buffers(self, slots: int, capacity: int, longest_step: int) -> list[CacheBuffer]:
+        """Buffers of that size; those whose size stays are the old ones."""
+        buffers: list[CacheBuffer] = []
         for index, (spec, moves) in enumerate(zip(self.specs, self.moving, strict=True)):
             heads, head_dim = (size for size in spec.shape if isinstance(size, int))
             length = self._sizes.moving_capacity(capacity, longest_step) if moves else capacity
             shape = (slots, heads, length, head_dim)
-            is_same = bool(old) and self.buffers[index].shape == shape
-            new.append(self.buffers[index] if is_same else self._new_buffer(shape, spec.dtype))
+            is_same = bool(self.buffers) and self.buffers[index].shape == shape
+            buffers.append(self.buffers[index] if is_same else self._new_buffer(shape, spec.dtype))
+        return buffers
+
+    def _take(self, growth: Growth) -> None:
+        # All new buffers are allocated before the first old one is given up, so that a failure changes nothing.
+        old = list(reversed(self.buffers))
         self.buffers = ()
-        for buffer, moves in zip(new if old else (), self.moving, strict=False):
+        for buffer, moves in zip(growth.buffers if old else (), self.moving, strict=False):
             source = old.pop()
             held = self.held(0, self.num_active) if moves else self.lengths[: self.num_active]
             for slot, length in enumerate(held.tolist() if buffer is not source else ()):
                 if length:
                     buffer.copy_row(source, slot, slot, length)
-        self.buffers = tuple(new)
-        self.num_slots, self.capacity, self._longest_step = slots, capacity, longest_step
+        self.buffers = growth.buffers
+        self.num_slots, self.capacity, self._longest_step = growth.slots, growth.capacity, growth.longest_step
         self.generation += 1
-
-
-def _next_size(size: int, needed: int, limit: int) -> int:
-    while size < needed:
-        size *= 2
-    return min(size, limit)

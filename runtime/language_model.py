@@ -9,6 +9,8 @@ max_new_tokens would go beyond, generation ends at max_length; both end with rea
 
 import logging
 import os
+import threading
+import time
 from collections import abc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Unpack
@@ -41,6 +43,7 @@ from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
 
 DECODER_BATCH = 8
+_PARSE_SECONDS = 0.02  # of a graph of 800 nodes, which is parsed in 7 ms
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +97,7 @@ class LanguageModel:
             )
         check_drafts(draft, prompt_lookup=prompt_lookup)
         self.manifest = bundle.manifest
-        # Both take a good part of a second, the session mostly outside Python's lock.
+        checked = threading.Event()
         with ThreadPoolExecutor(max_workers=1) as executor:
             opening = executor.submit(
                 Session,
@@ -108,7 +111,12 @@ class LanguageModel:
                 stream=stream,
                 spinning=spinning,
                 prepared=prepared,
+                on_checked=checked.set,
             )
+            opening.add_done_callback(lambda _: checked.set())  # it may fail before
+            # Reading a tokenizer never gives up Python's lock, opening a session does once the graph is parsed.
+            checked.wait()
+            time.sleep(_PARSE_SECONDS)
             self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
             session = opening.result()
         return_freed()  # what reading the tokenizer took

@@ -6,7 +6,7 @@ plan of its memory. What can be refused is refused before the session is opened.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import onnxruntime
 
 from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cache_growth import FIRST_CAPACITY
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.cuda_libraries import note_missing_cudnn
 from graphport.runtime.cuda_options import checked_options
@@ -29,11 +30,10 @@ from graphport.runtime.device import (
     open_inference_session,
 )
 from graphport.runtime.kernel_limits import kernel_limit
-from graphport.runtime.kv_cache import FIRST_CAPACITY
 from graphport.runtime.memory import MIB, free_memory, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
-from graphport.runtime.prepared import find_prepared, probe_problem
+from graphport.runtime.prepared import Probe, find_prepared, probe_problem
 from graphport.runtime.resident_memory import forget_mapped, return_freed
 
 # Larger results of constant folding are left to be computed: a tied quantised embedding, reshaped for its second use,
@@ -72,17 +72,25 @@ class OpenedGraph:
 
 
 def open_graph(
-    bundle: BundleFiles, request: DeviceRequest, limits: RunLimits, cuda: CudaSetup, *, threads: int
+    bundle: BundleFiles,
+    request: DeviceRequest,
+    limits: RunLimits,
+    cuda: CudaSetup,
+    *,
+    threads: int,
+    on_checked: Callable[[], None] = lambda: None,
 ) -> OpenedGraph:
     """Open the graph of `bundle` on the device that `request` names, for runs within `limits`.
 
-    On CUDA it runs on the stream of `cuda`, and captures graphs if that says so and ONNX Runtime agrees.
+    On CUDA it runs on the stream of `cuda`, and captures graphs if that says so and ONNX Runtime agrees. `on_checked`
+    is called once what is done in Python is done, before ONNX Runtime opens the graph.
 
     Raises DeviceError, NotEnoughMemoryError, and ValueError for options and for a graph that ONNX Runtime refuses.
     """
     options = checked_options(request.provider_options)
     device, reason = choose_device(request, target=bundle.manifest.target)
     if device == "cuda":
+        on_checked()
         try:
             return _open_on_cuda(bundle, request, options, limits, cuda, threads=threads)
         except DeviceError as error:
@@ -96,7 +104,9 @@ def open_graph(
         _log.log(level, "device auto: cpu (%s)", reason)
     plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU")
     entries = {} if request.spinning else _SLEEPING_ENTRIES
-    session = _open_prepared(bundle, threads=threads, entries=entries) if request.prepared else None
+    found = _find_prepared(bundle) if request.prepared else None
+    on_checked()
+    session = _open_prepared(bundle, *found, threads=threads, entries=entries) if found else None
     return OpenedGraph(
         session=session or _open(bundle, "cpu", {}, threads=threads, entries=entries),
         device="cpu",
@@ -107,8 +117,8 @@ def open_graph(
     )
 
 
-def _open_prepared(bundle: BundleFiles, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
-    """The graph packed for this processor, if there is one and it computes what it did; else None, and a log line."""
+def _find_prepared(bundle: BundleFiles) -> tuple[Path, Probe] | None:
+    """The graph packed for this processor and its probe; where there is none None, and a log line."""
     if bundle.manifest.target != "cpu" or bundle.manifest.kind != "decoder":
         return None
     found = find_prepared(bundle)
@@ -116,7 +126,11 @@ def _open_prepared(bundle: BundleFiles, *, threads: int, entries: Mapping[str, s
         would_gain = BARE_GRAPH_FILE in bundle.manifest.files or (bundle.folder / PREPARED_FOLDER).exists()
         _log.log(logging.INFO if would_gain else logging.DEBUG, "%s runs as exported: %s", bundle.folder, found)
         return None
-    graph, probe = found
+    return found
+
+
+def _open_prepared(bundle: BundleFiles, graph: Path, probe: Probe, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
+    """The graph packed for this processor if it computes what it did; else None, and a log line."""
     try:
         session = cpu_session(graph, threads=threads, entries=entries)
         forget_mapped(graph.with_name(WEIGHTS_FILE))

@@ -33,7 +33,7 @@ from graphport.runtime.packed_weights import GraphFiles, add_minima
 from graphport.runtime.prepared import PreparedRecord, make_probe, probe_logits, source_hashes
 from graphport.runtime.token_scores import log_softmax
 
-_PROBE_IDS, _PROBE_COLUMNS = 8, 16
+_PROBE_IDS, _PROBE_COLUMNS = 3, 16  # each id is a step when a bundle is opened
 _COMPARED_IDS, _SINGLE_STEPS = 64, 16
 # The bundle's graph adds minima to exact sums of activations, the prepared one to sums of rounded ones: two roundings
 # of one model, 0.004 apart for SmolLM2. Weights in a wrong place give 10 and more.

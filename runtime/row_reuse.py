@@ -9,7 +9,8 @@ from collections.abc import Sequence as Many
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.runtime.kv_cache import KeptRows, KVCache
+from graphport.runtime.cache_buffer import KeptRows
+from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.prefix_cache import PrefixCache
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.sequence_state import SequenceState

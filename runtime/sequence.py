@@ -12,9 +12,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.runtime.cache_buffer import KeptRows
 from graphport.runtime.constraints import Constraint
 from graphport.runtime.forced_ids import ForcedIds
-from graphport.runtime.kv_cache import KeptRows
 from graphport.runtime.sampling import NonFiniteLogitsError, Sample, Sampler, scored
 from graphport.runtime.sampling_params import SamplingParams
 from graphport.runtime.sequence_state import SequenceState

@@ -5,7 +5,7 @@ In: errors of the library, or a refusal. Out: `ApiError`, which has a status and
 
 from typing import Any
 
-from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.constraints import ConstraintError
 from graphport.runtime.memory import NotEnoughMemoryError
 

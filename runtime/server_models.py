@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.encoder import Encoder
 from graphport.runtime.field_error import FieldError
 from graphport.runtime.language_model import LanguageModel
@@ -72,6 +72,8 @@ class HostedDecoder:
         self.name = name
         self.lm = lm
         self.places = Places(name, running=lm.memory_plan.limits.max_batch, waiting=settings.max_queue)
+        if lm.tokenizer is not None and lm.tokenizer.has_chat_template:
+            lm.tokenizer.compile_chat_template()  # a broken one is told at the start, not to the first caller
         self.background = lm.background()
         self.is_closing = False
         self._longest_timeout = settings.request_timeout

@@ -66,10 +66,12 @@ class Session:
         stream: int | None = None,
         prepared: bool = True,
         spinning: bool = True,
+        on_checked: Callable[[], None] = lambda: None,
     ) -> None:
         """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
 
         `limits` are what memory is planned for: by default one row of the bundle's longest text, in one piece.
+        `on_checked`: see `open_graph`.
         """
         self.threads = default_threads() if threads is None else checked_threads(threads)
         longest = bundle.manifest.max_length
@@ -82,7 +84,7 @@ class Session:
             spinning=spinning,
         )
         cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
-        opened = open_graph(bundle, request, limits, cuda, threads=self.threads)
+        opened = open_graph(bundle, request, limits, cuda, threads=self.threads, on_checked=on_checked)
         self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
         self.provider_options, self.memory_plan = opened.provider_options, opened.plan
         self.is_prepared = opened.is_prepared

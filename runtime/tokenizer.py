@@ -7,29 +7,39 @@ does). Special tokens written out in a text are read as special tokens, as in th
 import json
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from graphport.model_def.text_corpus import vocabulary_hash
-from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.text_stream import TextStream, bytes_of_token
+
+if TYPE_CHECKING:
+    from graphport.runtime.chat_template import ChatTemplate
+
+
+class _TemplateSource(NamedTuple):
+    path: Path
+    text: str
+    special_tokens: dict[str, str] | None
 
 
 class Tokenizer:
     """A `tokenizers.Tokenizer` without truncation or padding, and the model's chat template if it has one."""
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, chat_template: _TemplateSource | None = None) -> None:
         tokenizer.no_truncation()  # a tokenizer.json may ask for both; they would change texts silently
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._chat_template = chat_template
+        self._template_source = chat_template
         added = tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token.content for token in added.values() if token.special)
-        self._vocab_size = max(self.vocabulary().values(), default=-1) + 1
+        self._vocab_size = _one_past_the_highest(tokenizer)
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -54,7 +64,11 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
-        return self._chat_template is not None
+        return self._template_source is not None
+
+    def compile_chat_template(self) -> None:
+        """Do now what the first chat would do: the template is compiled. Raises ChatTemplateError when it cannot be."""
+        _ = self._chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, by default with the special tokens (such as BOS) that the tokenizer puts around a text.
@@ -127,9 +141,19 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a chat. Raises ChatTemplateError; see `ChatTemplate.render`."""
-        if self._chat_template is None:
-            raise ChatTemplateError(f"this model has no {CHAT_TEMPLATE_FILE}: give it plain text instead of messages")
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
+
+    @cached_property
+    def _chat_template(self) -> "ChatTemplate":
+        if self._template_source is None:
+            raise ChatTemplateError(f"this model has no {CHAT_TEMPLATE_FILE}: give it plain text instead of messages")
+        from graphport.runtime.chat_template import ChatTemplate  # Jinja is 7 MiB that texts without a chat do not need
+
+        path, text, special_tokens = self._template_source
+        try:
+            return ChatTemplate(text, special_tokens=special_tokens)
+        except ChatTemplateError as error:
+            raise ChatTemplateError(f"{path}: {error}") from error
 
     def apply_chat_template(
         self,
@@ -162,14 +186,22 @@ def _check_text(text: object) -> None:
         ) from error
 
 
-def _read_chat_template(folder: Path) -> ChatTemplate | None:
+def _one_past_the_highest(tokenizer: tokenizers.Tokenizer) -> int:
+    """One more than the highest id. Ids without gaps, as nearly all are, are counted without copying the vocabulary."""
+    size = int(tokenizer.get_vocab_size(with_added_tokens=True))
+    if all(tokenizer.id_to_token(id_) is not None for id_ in range(size)):
+        return size  # as many different ids as tokens, so that there is none above
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def _read_chat_template(folder: Path) -> _TemplateSource | None:
     path = folder / CHAT_TEMPLATE_FILE
     if not path.is_file():
         return None
     special_tokens = _read_special_tokens(folder / TOKENIZER_CONFIG_FILE)
     try:
-        return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens=special_tokens)
-    except (ChatTemplateError, UnicodeDecodeError) as error:
+        return _TemplateSource(path, path.read_text(encoding="utf-8"), special_tokens)
+    except UnicodeDecodeError as error:
         raise ChatTemplateError(f"{path}: {error}") from error
 
 

@@ -31,7 +31,7 @@ from graphport.model_def.whole_files import write_text
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.certified_bundle import changed_files, surroundings
 from graphport.runtime.certified_model import open_certified
-from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.tokenizer import Tokenizer
 

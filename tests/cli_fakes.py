@@ -28,6 +28,9 @@ class FakeTokenizer:
     def encode(self, text: str) -> list[int]:
         return [ord(letter) for letter in text]
 
+    def compile_chat_template(self) -> None:
+        """It has none to compile."""
+
     def apply_chat_template(self, messages: list[dict[str, str]]) -> list[int]:
         return self.encode("".join(f"<{message['role']}>{message['content']}" for message in messages))
 

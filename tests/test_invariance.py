@@ -12,6 +12,7 @@ from tiny_graphs import tiny_model
 from graphport.cli import main
 from graphport.export import export
 from graphport.runtime.bundle_files import open_bundle
+from graphport.runtime.cache_growth import Growth
 from graphport.runtime.generation_output import GenerationOutput
 from graphport.runtime.invariance import OTHER_SHAPES, ROUNDED, answer_difference, check_invariance
 from graphport.runtime.kv_cache import KVCache
@@ -89,14 +90,14 @@ def copy_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def grow_empty(patch: pytest.MonkeyPatch) -> None:
-    resize = KVCache._resize
+    take = KVCache._take
 
-    def broken(self: KVCache, *sizes: int) -> None:
-        resize(self, *sizes)
+    def broken(self: KVCache, growth: Growth) -> None:
+        take(self, growth)
         for buffer in self.buffers:
             buffer.array[:] = 0  # type: ignore[attr-defined]
 
-    patch.setattr(KVCache, "_resize", broken)
+    patch.setattr(KVCache, "_take", broken)
 
 
 def share_lengths(patch: pytest.MonkeyPatch) -> None:

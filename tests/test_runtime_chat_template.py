@@ -8,7 +8,8 @@ import pytest
 # private, but what apply_chat_template gives the template: the reference is meaningless without it (transformers 5)
 from transformers.utils.chat_template_utils import _normalize_chat_messages, render_jinja_template
 
-from graphport.runtime.chat_template import ChatTemplate, ChatTemplateError
+from graphport.runtime.chat_template import ChatTemplate
+from graphport.runtime.chat_template_error import ChatTemplateError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

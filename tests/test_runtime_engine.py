@@ -8,6 +8,7 @@ import pytest
 from parity import TOLERANCES
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, tiny_tokenizer, write_tiny_bundle
 
+from graphport.runtime import engine as engine_module
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.device_memory import HostMemory
 from graphport.runtime.engine import Engine
@@ -114,6 +115,31 @@ def test_b07_b08_a_batch_of_ragged_prompts_equals_each_prompt_alone_in_any_order
         run(new_engine(session, max_batch=8), *requests)
         for sequence in requests:
             assert_same(sequence, alone(session, sequence))
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_running_row_goes_on_while_the_cache_grows_for_a_long_prompt(
+    session: Session, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "GROWTH_BYTES", 1)
+    engine = new_engine(session)
+    running, long = request(random_ids(5), new=40), request(random_ids(80, seed=1), new=8)
+    engine.submit(running)
+    engine.step()
+    engine.submit(long)
+    capacity, before = engine.cache.capacity, len(running.token_ids)
+    for step in range(1, 6):  # a byte of each step takes one head of one row of one buffer
+        engine.step()
+        assert (engine.cache.capacity, len(running.token_ids)) == (capacity, before + step)
+    assert engine.cache._growth is not None
+    if cancelled:
+        engine.cancellations.append(long)
+        engine.step()
+        assert engine.cache._growth is None
+    finish(engine, running, *([] if cancelled else [long]))
+    assert_same(running, alone(session, running))
+    if not cancelled:
+        assert_same(long, alone(session, long))
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -10,7 +10,7 @@ from tiny_requests import greedy, random_ids, seeded
 
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE
 from graphport.runtime import LanguageModel, SamplingParams, load
-from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.generation_output import GenerationOutput
 
 PROMPT = [5, 60, 200, 17]

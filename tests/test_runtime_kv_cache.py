@@ -12,8 +12,9 @@ from graphport.model_def.signature import TensorSpec
 from graphport.runtime import cache_buffer
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cache_buffer import NUMPY_DTYPES, CudaBuffer, HostBuffer
+from graphport.runtime.cache_growth import FIRST_CAPACITY
 from graphport.runtime.cuda_runtime import CudaError, CudaRuntime
-from graphport.runtime.kv_cache import FIRST_CAPACITY, KVCache
+from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.memory import NotEnoughMemoryError
 from graphport.runtime.session import Session
 
@@ -118,6 +119,46 @@ def test_a_failed_allocation_leaves_the_cache_as_it_was(monkeypatch: pytest.Monk
     with pytest.raises(MemoryError, match="no pages"):
         cache.reserve(1, 65)
     assert _holds(cache, 0, 64, 1.0)
+
+
+def _touched(cache: KVCache, pieces: int) -> list[bool]:
+    return [cache.reserve_part(2, 4 * FIRST_CAPACITY, slot=1, most_bytes=1) for _ in range(pieces)]
+
+
+def test_a_cache_that_grows_in_parts_keeps_its_rows_and_writes_only_to_new_memory() -> None:
+    cache = KVCache(SPECS, max_slots=4, max_length=1024)
+    cache.claim()
+    cache.reserve(1, 10)
+    _fill(cache, 0, 10, 3.0)
+    cache.claim()
+    pieces = len(SPECS) * 2 * 2  # buffers, rows, heads
+    assert _touched(cache, pieces) == [False] * pieces
+    assert cache.capacity == FIRST_CAPACITY
+    assert _holds(cache, 0, 10, 3.0)
+    assert _touched(cache, 1) == [True]
+    growth = cache._growth
+    assert growth is not None
+    cache.reserve(2, 3 * FIRST_CAPACITY)  # less than was asked for: a row left meanwhile
+    assert cache.buffers == growth.buffers
+    assert (cache.num_slots, cache.capacity) == (2, 4 * FIRST_CAPACITY)
+    assert _holds(cache, 0, 10, 3.0)
+    assert cache.reserve_part(2, 4 * FIRST_CAPACITY, slot=1, most_bytes=1)  # there is room
+
+
+def test_what_was_taken_in_parts_is_given_back_when_more_is_needed_or_nobody_waits() -> None:
+    cache = KVCache(SPECS, max_slots=4, max_length=1024)
+    cache.claim()
+    cache.reserve(1, 1)
+    cache.claim()
+    _touched(cache, 1)
+    first = cache._growth
+    assert not cache.reserve_part(2, 1024, slot=1, most_bytes=1)
+    assert cache._growth is not first
+    cache.stop_growing()
+    assert cache._growth is None
+    cache._free = lambda: 0
+    with pytest.raises(NotEnoughMemoryError, match="a KV cache of"):
+        cache.reserve_part(2, 1024, slot=1, most_bytes=1)
 
 
 def test_releasing_a_slot_moves_the_last_row_into_it() -> None:

@@ -12,8 +12,8 @@ from tiny_bundles import VOCAB, TinyBundle, reference_logits, tiny_weights, writ
 from tiny_requests import greedy, num_steps, random_ids, seeded
 
 from graphport.runtime import LanguageModel, SamplingParams, load
+from graphport.runtime.cache_growth import FIRST_CAPACITY
 from graphport.runtime.engine import Engine
-from graphport.runtime.kv_cache import FIRST_CAPACITY
 from graphport.runtime.sequence import Sequence
 from graphport.runtime.speculation import FIRST_DRAFT, LONGEST_DRAFT, LONGEST_PAUSE, PromptLookup, Speculation
 

@@ -15,7 +15,7 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from graphport.runtime.chat_template import ChatTemplateError
+from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.tokenizer import Tokenizer
 
 HARD_TEXTS = (
@@ -196,7 +196,7 @@ def test_load_names_the_file_that_is_missing_or_damaged(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
     folder = write_folder(tmp_path / "a", byte_level(), "{% if %}")
     with pytest.raises(ChatTemplateError, match=r"chat_template\.jinja: .*does not compile"):
-        Tokenizer.load(folder)
+        Tokenizer.load(folder).compile_chat_template()
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"chat_template\.jinja: .*decode"):
         Tokenizer.load(folder)

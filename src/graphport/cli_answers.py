@@ -152,6 +152,7 @@ def chat_turns(
     tokenizer = _need_tokenizer(lm)
     if not tokenizer.has_chat_template:
         raise ValueError("chat needs a chat template and this bundle has none; use `graphport generate --raw`")
+    tokenizer.compile_chat_template()
     messages: list[dict[str, str]] = []
     refused = 0
     for line in lines:
