@@ -37,6 +37,7 @@ from options import add_shared_options, lengths
 from peer_process import CpuTimes, PeerError
 from prefill_step import SOURCES
 from rounds import Quiet
+from step_runs import REST_S
 from step_times import compiled
 
 ROWS = (1, 8, 16, 64, 128)
@@ -222,6 +223,7 @@ def _seconds(session: Any, rows: int, width: int) -> float:  # noqa: ANN401 - OR
     x = np.random.default_rng(rows).standard_normal((rows, width), np.float32)
     binding.bind_ortvalue_input("x", onnxruntime.OrtValue.ortvalue_from_numpy(x))
     binding.bind_output("y", "cpu")
+    time.sleep(REST_S)
     session.run_with_iobinding(binding)
     spent: list[float] = []
     while sum(spent) < _WINDOW_S:
@@ -260,7 +262,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--include", type=Path, metavar="FOLDER", required=True, help="of onnxruntime_c_api.h")
     parser.add_argument("--rows", type=lengths, default=ROWS)
-    add_shared_options(parser, rounds=11)
+    add_shared_options(parser, rounds=7)
     arguments = parser.parse_args()
     quiet = Quiet(max_others=arguments.max_others, patience_s=arguments.patience)
     try:
