@@ -17,7 +17,7 @@ from block_product_graph import with_block_products
 from decode_step_graph import DOMAIN
 from options import add_shared_options, lengths
 from peer_process import PeerError
-from step_runs import decoding, prompt
+from step_runs import Work, decoding, prompt
 from step_times import Variant, compiled, run, served_graph
 
 from graphport.model_def.signature import BARE_GRAPH_FILE, GRAPH_FILE
@@ -25,7 +25,7 @@ from graphport.runtime.memory_plan import PREFILL_CHUNKS
 
 PROMPTS, ROWS = (32, 512, 2048), (1, 8, 16)
 CACHED = 64  # tokens before a decode step
-REPEATS = 16
+LEAST_REPEATS, TIMED_ROWS = 16, 64  # of a step in a round: rows that are decoded in all
 SOURCES = ("block_product_op.c", "block_product.c")
 TOLERANCE = 0.05  # of the largest logit: one place of a rounded activation more or less, a fault gives 1
 
@@ -59,9 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
     chunk = PREFILL_CHUNKS["cpu"]
     prompts = [prompt(length, chunk=chunk) for length in arguments.prompts]
-    steps = [
-        decoding(CACHED, rows=rows, repeats=REPEATS, what=f"{rows} row" + "s" * (rows > 1)) for rows in arguments.rows
-    ]
+    steps = [_step(rows) for rows in arguments.rows]
     note = (
         f"Medians. Prompts come in chunks of {chunk} tokens; steps of rows are one token a row after {CACHED}. "
         f"{DOMAIN} is the custom op."
@@ -73,6 +71,11 @@ def main() -> int:
         print(f"prefill_step: error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _step(rows: int) -> Work:
+    what = f"{rows} row" + "s" * (rows > 1)
+    return decoding(CACHED, rows=rows, repeats=max(LEAST_REPEATS, TIMED_ROWS // rows), what=what)
 
 
 if __name__ == "__main__":
