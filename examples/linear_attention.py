@@ -2,8 +2,8 @@
 
     graphport export examples/linear_attention.py:decoder build/linear --precision fp32
 
-In: ids, and the state after those before them. Out: logits and the state after, by `step` of the loaded bundle. The
-weights are random.
+In: ids, and the state after those before them. Out: logits and the state after, by `step` of the loaded bundle;
+or prompts of ids and their continuations, by `generate`. The weights are random.
 """
 
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig

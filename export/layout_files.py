@@ -1,4 +1,4 @@
-"""A decoder for other runtimes: their graph of it (`layouts.py`) and the settings that they read beside it.
+"""A decoder or encoder for other runtimes: their graph of it (`layouts.py`) and the settings that they read beside it.
 
 In: a bundle folder with its graph, and what the model is. Out: files in the folder, the settings in the formats of
 onnxruntime-genai (`genai_config.json`) and of transformers (`config.json`, `generation_config.json`).
@@ -10,16 +10,19 @@ from typing import Any
 
 from graphport.export.bundle import write_json
 from graphport.export.graph_pass import CompilePlan
-from graphport.export.layouts import ATTENTION_MASK, GENAI, OPTIMUM, Layout, write_layout_graph
+from graphport.export.layouts import ATTENTION_MASK, GENAI, OPTIMUM, Layout, reads_texts, write_layout_graph
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import INPUT_IDS, LOGITS, GenerationDefaults
 
 GENAI_CONFIG_FILE = "genai_config.json"
 CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
 
-# optimum and transformers.js look up the sizes of caches by the names that a model_type has for them. Llama's serve for
-# every decoder, because the graph and not this file holds the model.
-_MODEL_TYPE = "llama"
+# optimum and transformers.js look up the sizes of caches by the names that a model_type has for them. Gemma's serve for
+# every decoder, because the graph and not this file holds the model: it is one whose key/value heads and head size
+# optimum 0.1 reads (Llama's head size it takes to be hidden_size / heads).
+_DECODER_TYPE, _ENCODER_TYPE = "gemma", "bert"
+# the tokenizer's own file says it all; the classes of a model_type would add the begin that theirs has
+_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 
 def write_layouts(folder: Path, layouts: Sequence[Layout], plan: CompilePlan, generation: GenerationDefaults) -> None:
@@ -30,8 +33,11 @@ def write_layouts(folder: Path, layouts: Sequence[Layout], plan: CompilePlan, ge
             write_json(folder / GENAI_CONFIG_FILE, _genai_config(plan.config, generation, max_length=plan.max_length))
         if layout is OPTIMUM:
             sizes = _sizes(plan.config, max_length=plan.max_length)
-            write_json(folder / CONFIG_FILE, {**sizes, **_token_ids(generation)})
-            write_json(folder / GENERATION_CONFIG_FILE, _token_ids(generation))
+            model_type = _ENCODER_TYPE if reads_texts(plan.config) else _DECODER_TYPE
+            settings = {"model_type": model_type, **_TOKENIZER, **sizes, **_token_ids(generation)}
+            write_json(folder / CONFIG_FILE, {**settings, **_labels(plan.config)})
+            if not reads_texts(plan.config):
+                write_json(folder / GENERATION_CONFIG_FILE, _token_ids(generation))
 
 
 def _genai_config(config: TransformerConfig, generation: GenerationDefaults, *, max_length: int) -> dict[str, Any]:
@@ -70,7 +76,6 @@ def _genai_config(config: TransformerConfig, generation: GenerationDefaults, *, 
 def _sizes(config: TransformerConfig, *, max_length: int) -> dict[str, Any]:
     attention = config.blocks[0].attention
     return {
-        "model_type": _MODEL_TYPE,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -81,14 +86,26 @@ def _sizes(config: TransformerConfig, *, max_length: int) -> dict[str, Any]:
     }
 
 
+def _labels(config: TransformerConfig) -> dict[str, Any]:
+    """What a classifier tells apart."""
+    classifier = config.classifier
+    if classifier is None:
+        return {}
+    kind = {"problem_type": "multi_label_classification"} if classifier.multi_label else {}
+    return {
+        **kind,
+        "id2label": {str(number): label for number, label in enumerate(classifier.labels)},
+        "label2id": {label: number for number, label in enumerate(classifier.labels)},
+    }
+
+
 def _token_ids(generation: GenerationDefaults) -> dict[str, Any]:
-    """Ids of begin, end and padding, as far as the checkpoint names them."""
-    ids = {
+    """Ids of begin, end and padding, null where the checkpoint names none: left out, those of the model_type held."""
+    return {
         "bos_token_id": generation.bos_token_id,
         "eos_token_id": list(generation.eos_token_ids) or None,
         "pad_token_id": generation.pad_token_id,
     }
-    return {name: value for name, value in ids.items() if value is not None}
 
 
 def _required_ids(generation: GenerationDefaults) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A layout's graph against the bundle's own: the same logits to the last bit, in a prompt and in the steps after it.
+"""A layout's graph against the bundle's own: the same to the last bit, in a prompt and the steps after it, or in texts.
 
 In: a bundle folder with both graphs. Out: a check for the certificate. Caches grow as onnxruntime-genai and optimum let
-them; it knows neither (the tests run the real onnxruntime-genai).
+them; it knows neither (the tests run the real ones).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import open_on_cpu
-from graphport.export.layouts import ATTENTION_MASK, Layout
+from graphport.export.layouts import ATTENTION_MASK, Layout, reads_texts
 from graphport.model_def.certificate import Check
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import (
     GRAPH_FILE,
     INPUT_IDS,
+    LENGTHS,
     LOGITS,
     LOGITS_ROWS,
     SEQLENS_K,
+    TOKEN_TYPE_IDS,
     TOTAL_SEQUENCE_LENGTH,
     past_key,
     past_value,
@@ -61,7 +63,8 @@ class GrowingRunner:
 
 def layout_checks(folder: Path, layouts: Sequence[Layout], plan: CompilePlan, *, seed: int) -> tuple[Check, ...]:
     """One check a layout in `folder`."""
-    return tuple(layout_check(folder, layout, plan.config, max_length=plan.max_length, seed=seed) for layout in layouts)
+    check = encoder_layout_check if reads_texts(plan.config) else layout_check
+    return tuple(check(folder, layout, plan.config, max_length=plan.max_length, seed=seed) for layout in layouts)
 
 
 def layout_check(folder: Path, layout: Layout, config: TransformerConfig, *, max_length: int, seed: int) -> Check:
@@ -77,6 +80,39 @@ def layout_check(folder: Path, layout: Layout, config: TransformerConfig, *, max
         measured=float(gap.max()) if np.isfinite(gap).all() else float("inf"),
         tolerance=0.0,
     )
+
+
+def encoder_layout_check(
+    folder: Path, layout: Layout, config: TransformerConfig, *, max_length: int, seed: int
+) -> Check:
+    """Three texts of several lengths in one padded batch, by both graphs: all outputs."""
+    longest = min(_PROMPT, max_length)
+    lengths = np.array([longest, (longest + 1) // 2, 1], np.int32)
+    random = np.random.default_rng(seed)
+    ids = random.integers(config.vocab_size, size=(len(lengths), longest))
+    mask = (np.arange(longest) < lengths[:, None]).astype(np.int64)
+    types = random.integers(max(config.token_types, 1), size=ids.shape)
+    every: Arrays = {TOKEN_TYPE_IDS: types, LENGTHS: lengths, ATTENTION_MASK: mask, LOGITS_ROWS: np.arange(ids.size)}
+    gaps = [0.0]
+    own, found = (_outputs(folder / name, {INPUT_IDS: ids, **every}) for name in (GRAPH_FILE, layout.graph_file))
+    for mine, theirs in zip(own, found, strict=True):
+        for row, length in enumerate(lengths):
+            pair = [values.reshape(theirs.shape)[row] for values in (mine, theirs)]
+            one, other = (values[:length] if theirs.ndim == 3 else values for values in pair)
+            gap = np.abs(one - other)
+            gaps.append(float(gap.max()) if np.isfinite(gap).all() else float("inf"))
+    return Check(
+        name=f"layout {layout.name}: {len(lengths)} texts in one padded batch, max_abs to the bundle's graph",
+        measured=max(gaps),
+        tolerance=0.0,
+    )
+
+
+def _outputs(path: Path, every: Arrays) -> list[NDArray[np.float32]]:
+    """All outputs of a graph, which takes those of the inputs `every` that it has."""
+    session = open_on_cpu(path, optimize=False)
+    found: list[NDArray[np.float32]] = session.run(None, {node.name: every[node.name] for node in session.get_inputs()})
+    return found
 
 
 def masked_inputs(ids: NDArray[np.int64], total: int) -> Arrays:

@@ -1,4 +1,4 @@
-"""A decoder's graph as other runtimes call it: onnxruntime-genai, optimum and transformers.js.
+"""The graph of a decoder or encoder as other runtimes call it: onnxruntime-genai, optimum and transformers.js.
 
 In: a bundle folder with its graph. Out: beside it a graph over the same weights file, called by an attention mask. It
 adds nodes in front and behind; what the bundle's own graph computes stays as it is. Settings: see `layout_files.py`.
@@ -6,14 +6,18 @@ adds nodes in front and behind; what the bundle's own graph computes stays as it
 Before: seqlens_k, total_sequence_length, logits_rows -> ... -> logits [rows, vocab]
 After:  attention_mask [batch, total] -> lengths, total, rows -> ... -> logits [batch, rows a text, vocab]
 
-GroupQueryAttention counts tokens from the left, so padding before a text cannot be said to it. The logits of a row
-whose mask begins with 0 are NaN, not those of another text.
+Before: lengths -> ... -> hidden_states
+After:  attention_mask [batch, sequence] -> lengths -> ... -> last_hidden_state
+
+Tokens are counted from the left, so padding before a text cannot be said to the graph. What it gives for a row whose
+mask begins with 0 is NaN, not the answer to another text.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -21,9 +25,12 @@ from numpy.typing import NDArray
 
 from graphport.export.graph_pass import CompilePlan, add_constant
 from graphport.export.targets import CPU
+from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import (
     GRAPH_FILE,
+    HIDDEN_STATES,
     INPUT_IDS,
+    LENGTHS,
     LOGITS,
     LOGITS_ROWS,
     SEQLENS_K,
@@ -31,7 +38,7 @@ from graphport.model_def.signature import (
     unmoved_windows,
 )
 
-ATTENTION_MASK = "attention_mask"
+ATTENTION_MASK, LAST_HIDDEN_STATE = "attention_mask", "last_hidden_state"
 
 
 class LayoutError(ValueError):
@@ -40,16 +47,28 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A runtime's way of calling a decoder. `every_row`: logits of all new tokens, else of each text's last."""
+    """A runtime's way of calling a decoder. `every_row`: logits of all new tokens, else of each text's last.
+
+    `has_encoders`: it calls encoders of texts too.
+    """
 
     name: str
     runtime: str
     graph_file: str
     every_row: bool
+    has_encoders: bool
 
 
-GENAI = Layout(name="genai", runtime="onnxruntime-genai", graph_file="genai_model.onnx", every_row=False)
-OPTIMUM = Layout(name="optimum", runtime="optimum and transformers.js", graph_file="optimum_model.onnx", every_row=True)
+GENAI = Layout(
+    name="genai", runtime="onnxruntime-genai", graph_file="genai_model.onnx", every_row=False, has_encoders=False
+)
+OPTIMUM = Layout(
+    name="optimum",
+    runtime="optimum and transformers.js",
+    graph_file="optimum_model.onnx",
+    every_row=True,
+    has_encoders=True,
+)
 LAYOUTS = (GENAI, OPTIMUM)
 
 
@@ -66,16 +85,18 @@ def check_layouts(layouts: Sequence[Layout], plan: CompilePlan) -> None:
     """Raise LayoutError for a plan whose graph these runtimes cannot call."""
     for layout in layouts:
         wish = f"layout {layout.name}, for {layout.runtime},"
+        if plan.target is not CPU:
+            raise LayoutError(f"{wish} is for the cpu target, got {plan.target.name}; leave --layout out")
+        if layout.has_encoders and reads_texts(plan.config):
+            continue
         if not plan.config.is_decoder or plan.config.image is not None:
-            found = "a recurrent decoder" if plan.config.is_recurrent else "an encoder"
-            raise LayoutError(f"{wish} is a decoder's over a KV cache, and this is {found}; leave --layout out")
+            what = "a decoder's over a KV cache" + (" or a plain text encoder's" if layout.has_encoders else "")
+            raise LayoutError(f"{wish} is {what}, and this is {_kind(plan.config)}; leave --layout out")
         if plan.config.encoder is not None:
             raise LayoutError(f"{wish} is a decoder's, and this is an encoder-decoder; leave --layout out")
         shapes = {(block.attention.num_kv_heads, block.attention.head_dim) for block in plan.config.blocks}
         if len(shapes) > 1:
             raise LayoutError(f"{wish} has one shape of cache for all layers, this model has {sorted(shapes)}")
-        if plan.target is not CPU:
-            raise LayoutError(f"{wish} is for the cpu target, got {plan.target.name}; leave --layout out")
         if plan.cache is not None:
             raise LayoutError(
                 f"{wish} has a KV cache in float32, which that runtime allocates, got {plan.cache.name}; choose "
@@ -83,10 +104,28 @@ def check_layouts(layouts: Sequence[Layout], plan: CompilePlan) -> None:
             )
 
 
+def reads_texts(config: TransformerConfig) -> bool:
+    """Whether this is an encoder of texts alone: no decoder, and nothing but ids goes in."""
+    is_encoder = not config.is_decoder and not config.is_recurrent
+    return is_encoder and config.vocab_size > 0 and not config.conditioned
+
+
+def _kind(config: TransformerConfig) -> str:
+    if config.is_recurrent:
+        return "a recurrent decoder"
+    if config.image is not None:
+        return "an image encoder"
+    return "a conditioned encoder" if config.conditioned else "an encoder"
+
+
 def write_layout_graph(folder: Path, layout: Layout) -> Path:
     """Write the graph of a layout beside the bundle's own; returns its path."""
     model = ir.load(folder / GRAPH_FILE)
-    _Adapter(model.graph).adapt(every_row=layout.every_row)
+    adapter = _Adapter(model.graph)
+    if any(value.name == LENGTHS for value in model.graph.inputs):
+        adapter.adapt_encoder()
+    else:
+        adapter.adapt_decoder(every_row=layout.every_row)
     path = folder / layout.graph_file
     ir.save(model, path)
     return path
@@ -100,7 +139,38 @@ class _Adapter:
         self._first = graph.node(0)
         self._inputs = {value.name: value for value in graph.inputs}
 
-    def adapt(self, *, every_row: bool) -> None:
+    def adapt_encoder(self) -> None:
+        mask = ir.val(ATTENTION_MASK, ir.DataType.INT64, ("batch", "sequence"))
+        ids = self._inputs[INPUT_IDS]
+        lengths = self._add("ReduceSum", [mask, self._integers(1)], keepdims=0)  # [batch]
+        self._replace_input(LENGTHS, self._cast(lengths, ir.DataType.INT32))
+        has_rows = LOGITS_ROWS in self._inputs
+        if has_rows:
+            self._replace_input(LOGITS_ROWS, self._every_row(ids))
+        self._graph.inputs.insert(1, mask)
+        for index, output in enumerate(list(self._graph.outputs)):
+            shaped = self._as_texts(output, ids) if has_rows and output.name == LOGITS else output
+            name = {HIDDEN_STATES: LAST_HIDDEN_STATE}.get(str(output.name), str(output.name))
+            self._give(index, name, shaped, mask)
+
+    def _as_texts(self, rows: ir.Value, ids: ir.Value) -> ir.Value:
+        """Logits [rows, vocab] of all tokens as [batch, sequence, vocab]."""
+        shape = self._end("Concat", [self._end("Shape", [ids]), self._integers(-1)], axis=0)
+        shaped = self._end("Reshape", [rows, shape])
+        vocab = rows.shape[1] if rows.shape is not None else None
+        shaped.shape = ir.Shape(("batch", "sequence", vocab))
+        return shaped
+
+    def _give(self, index: int, name: str, value: ir.Value, mask: ir.Value) -> None:
+        """`value` as the output `name`, NaN where the mask begins with a 0."""
+        assert value.shape is not None
+        known = self._begins(mask, rank=len(value.shape))
+        given = self._end("Where", [known, value, self._nan()])
+        self._graph.outputs[index].name = f"{name}_unmasked"
+        given.name, given.type, given.shape = name, ir.TensorType(ir.DataType.FLOAT), value.shape
+        self._graph.outputs[index] = given
+
+    def adapt_decoder(self, *, every_row: bool) -> None:
         mask = ir.val(ATTENTION_MASK, ir.DataType.INT64, ("batch", "total"))
         ids = self._inputs[INPUT_IDS]
         lengths = self._add("ReduceSum", [mask, self._integers(1)], keepdims=0)  # [batch]
@@ -142,13 +212,19 @@ class _Adapter:
         count = self._end("Shape", [ids], start=1, end=2) if every_row else self._integers(1)
         shape = self._end("Concat", [batch, count, self._integers(-1)], axis=0)
         shaped = self._end("Reshape", [flat, shape])
-        first = self._end("Slice", [mask, self._integers(0), self._integers(1), self._integers(1)])  # [batch, 1]
-        known = self._end("Unsqueeze", [self._end("Cast", [first], to=ir.DataType.BOOL), self._integers(2)])
-        nan = add_constant(self._graph, "layout.nan", ir.tensor(np.array(math.nan, np.float32), name="layout.nan"))
-        logits = self._end("Where", [known, shaped, nan])
+        logits = self._end("Where", [self._begins(mask, rank=3), shaped, self._nan()])
         logits.name, logits.type = LOGITS, ir.TensorType(ir.DataType.FLOAT)
         logits.shape = ir.Shape(("batch", "sequence" if every_row else 1, vocab))
         self._graph.outputs[index] = logits
+
+    def _begins(self, mask: ir.Value, *, rank: int) -> ir.Value:
+        """Whether each row's mask begins with a 1 [batch, 1, ...]."""
+        first = self._end("Slice", [mask, self._integers(0), self._integers(1), self._integers(1)])  # [batch, 1]
+        known = self._end("Cast", [first], to=ir.DataType.BOOL)
+        return known if rank == 2 else self._end("Unsqueeze", [known, self._integers(2)])
+
+    def _nan(self) -> ir.Value:
+        return self._constant(np.array(math.nan, np.float32), "nan")
 
     def _replace_input(self, name: str, new: ir.Value) -> None:
         old = self._inputs[name]
@@ -174,5 +250,5 @@ class _Adapter:
     def _number(self, number: int) -> ir.Value:
         return self._constant(np.array(number, np.int64), f"scalar_{number}")
 
-    def _constant(self, array: NDArray[np.int64], name: str) -> ir.Value:
+    def _constant(self, array: NDArray[Any], name: str) -> ir.Value:
         return add_constant(self._graph, f"layout.{name}", ir.tensor(array, name=f"layout.{name}"))

@@ -30,7 +30,7 @@ from graphport.export.quantize import BlockQuantized, quantize_blocks
 from graphport.model_def.experts import is_deciding
 
 EMBEDDING = "embedding.weight"
-TABLES = (EMBEDDING, "head.weight")
+TABLES = (EMBEDDING, "head.weight", "masked_head.weight")
 
 
 def lower_linear(model: ir.Model, plan: CompilePlan) -> PassReport:

@@ -55,6 +55,7 @@ from graphport.export.targets import CPU, CacheFormat, Precision, Target, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.two_towers import export_towers
 from graphport.model_def.certificate import Check
+from graphport.model_def.flags import require_flags
 from graphport.model_def.signature import Manifest
 from graphport.model_def.transformer import Transformer
 
@@ -132,6 +133,7 @@ def _check_options(options: ExportOptions) -> None:
     precision = target.precision(options.precision or FLOAT_SOURCE_PRECISION, has_cache=False)
     target.cache_format(options.kv_cache, precision)
     require_numbers(seed=options.seed, context=options.context)
+    require_flags(verify=options.verify, require_exact=options.require_exact, force=options.force)
     check_rules(options.require_fused)
     check_disabled(options.disable_passes)
     check_budget(options.max_kl, chooses_bits=precision.chooses_bits)

@@ -11,6 +11,7 @@ from pathlib import Path
 from graphport.export.export_limits import longest_context
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.lower_experts import block_limit
+from graphport.export.lower_linear import TABLES
 from graphport.export.precision_choice import FLOAT_SOURCE_PRECISION
 from graphport.export.source import call_function
 from graphport.export.targets import CPU, WEIGHT_BLOCK, Precision, Target, TargetError, find_target
@@ -89,7 +90,7 @@ def _weights(config: TransformerConfig, precision: Precision, kept: int | None) 
     floats = blocks = 0
     element = _SCALE_BYTES[precision.activations]
     for name, shape in parameter_shapes(config).items():
-        bits = precision.table_bits if name.startswith(("embedding", "head")) else precision.weight_bits
+        bits = precision.table_bits if name in TABLES else precision.weight_bits
         if len(shape) < 2 or bits is None or is_deciding(name) or _are_float_experts(name, config):
             floats += prod(shape) * element
         elif kept is None:

@@ -84,7 +84,8 @@ def _own_place(node: ir.Node) -> str | None:
     if any(value is not None and value.name == INPUT_IDS for value in node.inputs) and "Gather" in node.op_type:
         return "embedding"
     is_product = node.op_type in ("MatMul", "Gemm", "MatMulNBits", "Linear")
-    return "head" if is_product and any(name.startswith(("embedding.", "head.")) for name in weights) else None
+    heads = ("embedding.", "head.", "masked_head.")
+    return "head" if is_product and any(name.startswith(heads) for name in weights) else None
 
 
 def _weight_bytes(nodes: Sequence[ir.Node]) -> Iterator[int]:

@@ -26,6 +26,7 @@ from graphport.model_def.certificate import (
 )
 from graphport.model_def.compact_rows import CompactRows
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.flags import require_flags
 from graphport.model_def.signature import CERTIFICATE_FILE, Manifest, read_manifest
 
 
@@ -43,6 +44,7 @@ def fresh_certificate(
     a line to `progress`. Raises CertificateError for it otherwise, ManifestError, CheckpointError for an unreadable
     source, TargetError when it is another model.
     """
+    require_flags(replace=replace)
     folder = Path(bundle)
     manifest = read_manifest(folder)
     stored = _stored(folder, manifest, replace=replace, progress=progress)

@@ -50,15 +50,19 @@ class Classifier(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """Scores over the vocabulary by the embeddings' own matrix."""
+    """Scores over the vocabulary by the embeddings' matrix, or one of its own."""
 
     def __init__(self, config: MaskedHeadConfig, *, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.transform = TRANSFORMS[config.transform]
         self.dense = nn.Linear(hidden_size, config.width, bias=config.dense_bias)
         self.norm = Norm(NormConfig(kind="layer", epsilon=config.epsilon, bias=config.norm_bias), config.width)
+        self.weight = None if config.tied else nn.Parameter(torch.empty(vocab_size, config.width))
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if config.output_bias else None
+        if self.weight is not None:
+            nn.init.normal_(self.weight, std=config.width**-0.5)
 
     def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         """Hidden states [..., W] and the embeddings [V, width] to logits [..., V]."""
-        return functional.linear(self.norm(self.transform(self.dense(x))), embedding, self.bias)
+        matrix = embedding if self.weight is None else self.weight
+        return functional.linear(self.norm(self.transform(self.dense(x))), matrix, self.bias)

@@ -144,12 +144,12 @@ class TransformerConfig:
             raise ConfigError("what pools gives one vector a text and has no vocabulary head; use head='none'")
         if sum(map(bool, (self.pooling, self.classifier, self.masked_head))) > 1:
             raise ConfigError("an encoder has pooling, a classifier or a masked head, not two of them")
-        if self.masked_head and self.masked_head.width != (self.embedding_width or self.hidden_size):
+        width = self.embedding_width or self.hidden_size
+        if self.masked_head and self.masked_head.tied and self.masked_head.width != width:
             raise ConfigError(
-                f"a masked head scores by the embeddings of {self.embedding_width or self.hidden_size} channels, its "
-                f"width is {self.masked_head.width}"
+                f"a tied masked head scores by the embeddings of {width} channels, its width is "
+                f"{self.masked_head.width}"
             )
-
         if self.pair is not None and (self.is_causal or not self.vocab_size):
             raise ConfigError(
                 "pairs of tokens are of bidirectional encoders of ids; these blocks are causal or read no ids"

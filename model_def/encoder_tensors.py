@@ -46,15 +46,43 @@ def find_encoder_tensors(
     return parts, [*notes, f"left out, of heads that are not used: {', '.join(heads)}"] if heads else notes
 
 
-def check_tied(folder: Path, files: WeightFiles, family: EncoderFamily) -> None:
-    """Raise CheckpointError where a masked head's matrix is stored and is not the embeddings'."""
-    decoder = f"{MASKED_HEADS[family.model_type].decoder}.weight"
-    prefix = family.prefix if any(name.startswith(family.prefix) for name in files.tensors) else ""
-    embedding = prefix + family.outer["embedding.weight"]
-    if decoder not in files.tensors or embedding not in files.tensors:
+def find_masked_output(
+    folder: Path, files: WeightFiles, family: EncoderFamily, *, is_tied: bool
+) -> tuple[dict[str, str], list[str]]:
+    """The stored names of a masked head's matrix, where it is not the embeddings', and of its bias, and notes.
+
+    Raises CheckpointError where the tensors contradict `is_tied`.
+    """
+    head = MASKED_HEADS[family.model_type]
+    weight, bias, own_bias = f"{head.decoder}.weight", f"{head.output}.bias", f"{head.decoder}.bias"
+    has_own = own_bias in files.tensors
+    if is_tied:
+        prefix = family.prefix if any(name.startswith(family.prefix) for name in files.tensors) else ""
+        for apart, shared in ((weight, prefix + family.outer["embedding.weight"]), (own_bias, bias)):
+            _check_equal(folder, files, apart, shared)
+        return {"masked_head.bias": own_bias if has_own and bias not in files.tensors else bias}, []
+    if weight not in files.tensors:
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is false and {weight} is missing; set the flag to true if the head's "
+            "matrix is the embeddings', or fetch the missing tensor"
+        )
+    notes = []
+    if not has_own and bias in files.tensors:
+        notes = [f"{own_bias} is not stored; {bias}, which transformers before 5 shared with it, was taken for it"]
+    return {"masked_head.weight": weight, "masked_head.bias": bias if notes else own_bias}, notes
+
+
+def _check_equal(folder: Path, files: WeightFiles, apart: str, shared: str) -> None:
+    """Raise CheckpointError where both are stored and differ."""
+    if not {apart, shared} <= files.tensors.keys() or apart == shared:
         return
-    if not torch.equal(files.read(decoder), files.read(embedding)):
-        raise CheckpointError(f"{folder}: {decoder} and {embedding} are different tensors; a masked head is tied")
+    if files.tensors[apart].shape != files.tensors[shared].shape or not torch.equal(
+        files.read(apart), files.read(shared)
+    ):
+        raise CheckpointError(
+            f"{folder}: {apart} and {shared} are different tensors, but tie_word_embeddings is true; set it to false "
+            "in config.json if the head was trained apart"
+        )
 
 
 def _part(name: str, num_rows: int, prefix: str, family: EncoderFamily, files: WeightFiles) -> StoredPart:

@@ -1,16 +1,16 @@
 """A GGUF file's vocabulary as the text of a `tokenizer.json`, and its chat template.
 
-In: GGUF metadata. Out: texts. Byte-level BPE by a table of pre-tokenizers, SentencePiece BPE by its scores.
+In: GGUF metadata. Out: texts. Byte-level BPE by the table of `gguf_pre_tokenizers.py`, SentencePiece BPE by its scores.
 It tokenises nothing itself; the `tokenizers` package does.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 Metadata = Mapping[str, Any]  # scalars, texts and lists, as the file types them
 
@@ -20,73 +20,8 @@ _SPECIAL_KEYS = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token",
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # tokenizer.ggml.token_type
 
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEEPSEEK = (
-    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 # of Phi-3's added tokens; the others swallow white space, which the file does not say
 _KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{_ENDING}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{_ENDING}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreTokenizer:
-    """How a byte-level vocabulary cuts text: `splits` one after the other, every match a piece of its own.
-
-    `byte_splits` cut what bytes are spelled as, after the others. `whole_words`: a piece that is a token needs no
-    merges. `adds_bos` and `form` (Unicode) as the original tokenizer.
-    """
-
-    names: tuple[str, ...]
-    splits: tuple[str, ...]
-    byte_splits: tuple[str, ...] = ()
-    whole_words: bool = False
-    adds_bos: bool = False
-    form: Literal["NFC"] | None = None
-
-
-# tokenizer.ggml.pre by the tokenizer.json of the models, and llama.cpp's src/llama-vocab.cpp for `default`
-PRE_TOKENIZERS = (
-    PreTokenizer(
-        names=("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), splits=(r"\p{N}", _GPT2)
-    ),
-    PreTokenizer(names=("gpt-2", "phi-2", "mpt", "jais", "exaone4"), splits=(_GPT2,)),
-    PreTokenizer(names=("olmo",), splits=(_GPT2,), form="NFC"),  # GPT-NeoX's, which llama.cpp calls so too
-    PreTokenizer(
-        names=("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"),
-        splits=(_LLAMA3,),
-        whole_words=True,
-        adds_bos=True,
-    ),
-    PreTokenizer(names=("smaug-bpe", "dbrx"), splits=(_LLAMA3,)),
-    PreTokenizer(names=("tekken",), splits=(_TEKKEN,), whole_words=True, adds_bos=True),
-    PreTokenizer(names=("qwen2", "deepseek-r1-qwen"), splits=(_QWEN2,), form="NFC"),
-    PreTokenizer(names=("gpt-4o",), splits=(_GPT4O,)),
-    PreTokenizer(
-        names=("deepseek-v3",),
-        splits=(r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
-        adds_bos=True,
-    ),
-    PreTokenizer(names=("command-r",), splits=(r"\p{N}", _GPT2), adds_bos=True, form="NFC"),
-    PreTokenizer(names=("falcon",), splits=(r"[\p{P}$+<=>^`|~]+", _GPT2), byte_splits=(r"\p{N}+", r"[0-9][0-9][0-9]")),
-    PreTokenizer(names=("default",), splits=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-)
 
 
 def tokenizer_json(metadata: Metadata, *, where: str, vocab_size: int) -> str | None:

@@ -19,7 +19,7 @@ from graphport.model_def.checkpoint_record import (
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.encoder_decoder_family import EncoderDecoderFamily, find_encoder_decoder_family
 from graphport.model_def.encoder_decoder_tensors import StoredEncoderDecoder
-from graphport.model_def.encoder_tensors import check_tied, find_encoder_tensors
+from graphport.model_def.encoder_tensors import find_encoder_tensors, find_masked_output
 from graphport.model_def.huggingface_config import find_decoder_family, read_config
 from graphport.model_def.huggingface_encoder_decoders import read_encoder_decoder_config
 from graphport.model_def.huggingface_encoders import EncoderFamily, find_encoder_family, read_encoder_config
@@ -34,6 +34,7 @@ from graphport.model_def.huggingface_tokenizer import (
     read_tokenizer_json,
 )
 from graphport.model_def.huggingface_vision import VisionFamily, find_vision_family, read_tower
+from graphport.model_def.joined_models import refuse_adapter
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.safetensors_files import WeightFiles, find_weight_files
 from graphport.model_def.sentence_transformers import MODULES_FILE, read_sentence_recipe
@@ -49,7 +50,6 @@ from graphport.model_def.transformer import parameter_shapes
 from graphport.model_def.vision_tensors import load_image_encoder
 
 CONFIG_FILE = "config.json"
-ADAPTER_FILE = "adapter_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
 
 
@@ -59,11 +59,7 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
     Everything that can be refused from config.json and the files' headers is refused before a weight is read.
     Raises CheckpointError.
     """
-    if (folder / ADAPTER_FILE).is_file():
-        raise CheckpointError(
-            f"{folder} is an adapter ({ADAPTER_FILE}), not a model; merge it into its base first: "
-            "AutoPeftModelForCausalLM.from_pretrained(folder).merge_and_unload().save_pretrained(new_folder) of peft"
-        )
+    refuse_adapter(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(
             f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it, a GGUF file is given itself"
@@ -97,6 +93,7 @@ def load_folder(folder: Path, *, name: str | None = None) -> Checkpoint:
 
 def read_folder_config(folder: Path) -> TransformerConfig:
     """The configuration of the checkpoint in `folder`, without its weights. Raises CheckpointError."""
+    refuse_adapter(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_FILE}; a Hugging Face folder needs it")
     values = read_json(folder / CONFIG_FILE)
@@ -210,8 +207,9 @@ def _load_encoder(
         if classifier is not None:
             config, head = dataclasses.replace(config, pooling=None, classifier=classifier[0]), classifier[1]
         elif masked is not None:
-            check_tied(folder, files, family)
-            config, head = dataclasses.replace(config, pooling=None, masked_head=masked[0]), masked[1]
+            config = dataclasses.replace(config, pooling=None, masked_head=masked[0])
+            output, output_notes = find_masked_output(folder, files, family, is_tied=masked[0].tied)
+            head, notes = {**masked[1], **output}, [*notes, *output_notes]
         else:
             recipe = read_sentence_recipe(folder, hidden_size=config.hidden_size)
             config = dataclasses.replace(config, pooling=recipe.pooling)

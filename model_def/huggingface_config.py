@@ -11,6 +11,7 @@ from graphport.model_def.block_config import Activation, AttentionConfig, BlockC
 from graphport.model_def.checkpoint_record import CheckpointError, name_known
 from graphport.model_def.config import HeadKind, TransformerConfig
 from graphport.model_def.decoder_family import DecoderFamily, is_on
+from graphport.model_def.encoder_decoder_family import ENCODER_DECODER_FAMILIES
 from graphport.model_def.huggingface_encoders import ENCODER_FAMILIES
 from graphport.model_def.huggingface_experts import read_experts
 from graphport.model_def.huggingface_latent import read_latent, read_latent_head_dim, turn_part
@@ -25,6 +26,7 @@ from graphport.model_def.huggingface_values import (
 )
 from graphport.model_def.huggingface_vision import VISION_FAMILIES
 from graphport.model_def.huggingface_windows import read_windows
+from graphport.model_def.joined_models import refuse_joined
 from graphport.model_def.latent_config import latent_scale
 from graphport.model_def.layer_norm_decoders import LAYER_NORM_DECODERS
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition
@@ -39,17 +41,20 @@ _OBSTACLES_SHOWN = 12
 def find_decoder_family(values: Values) -> DecoderFamily:
     """The family that `model_type` names, as the other keys change it.
 
-    Raises CheckpointError for an unknown type, with the nearest family and the keys that keep it from being read so.
+    Raises CheckpointError for an unknown type, with the nearest family and the keys that keep it from being read so, or
+    with the parts where several models are joined.
     """
     model_type = values.get("model_type")
     for family in DECODER_FAMILIES:
         if family.model_type == model_type:
             return family if family.refine is None else family.refine(family, values)
     known = [
-        *(family.model_type for family in DECODER_FAMILIES),
+        *(decoder.model_type for decoder in DECODER_FAMILIES),
         *(encoder.model_type for encoder in ENCODER_FAMILIES),
+        *(pair.model_type for pair in ENCODER_DECODER_FAMILIES),
         *(encoder.model_type for encoder in VISION_FAMILIES),
     ]
+    refuse_joined(values, known)
     raise CheckpointError(
         f"config.json: model_type {model_type!r} is not read; {name_known(model_type, known)}; {_nearest(values)}"
     )

@@ -79,7 +79,10 @@ def _modernbert_classifier(values: Values, *, per_token: bool) -> tuple[Classifi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredMaskedHead:
-    """The modules of a family's masked head; `activation`: the key of its name, None: gelu; `epsilon`: likewise."""
+    """The modules of a family's masked head; `activation`: the key of its name, None: gelu; `epsilon`: likewise.
+
+    `output` has the bias, and the matrix too where no module of its own does.
+    """
 
     dense: str
     norm: str
@@ -89,7 +92,7 @@ class StoredMaskedHead:
 
     @property
     def decoder(self) -> str:
-        """The matrix over the vocabulary, where it is stored beside the embeddings that it is."""
+        """The module of the matrix over the vocabulary, with a bias of its own where they are not tied."""
         return {"cls.predictions": "cls.predictions.decoder", "lm_head": "lm_head.decoder"}.get(
             self.output, self.output
         )
@@ -132,17 +135,12 @@ def read_masked_head(
 ) -> tuple[MaskedHeadConfig, dict[str, str]] | None:
     """The masked head that `architectures` names and the stored names of its parameters; None without one.
 
-    Raises CheckpointError for one whose matrix is not the embeddings'.
+    The output's are found among the tensors, by `find_masked_output`.
     """
     model_type = str(values.get("model_type"))
     if not any(str(name).endswith(_MASKED) for name in values.get("architectures") or ()):
         return None
     stored = MASKED_HEADS[model_type]
-    if not read_flag(values, "tie_word_embeddings", default=True):
-        raise CheckpointError(
-            "config.json: tie_word_embeddings is false; a masked head is read whose matrix is the embeddings'. For "
-            "embeddings, save the model without its head: AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
-        )
     is_modern = model_type == "modernbert"
     head = MaskedHeadConfig(
         width=config.embedding_width or config.hidden_size,
@@ -151,10 +149,11 @@ def read_masked_head(
         dense_bias=not is_modern or read_flag(values, "classifier_bias"),
         norm_bias=not is_modern or read_flag(values, "norm_bias"),
         output_bias=not is_modern or read_flag(values, "decoder_bias", default=True),
+        tied=read_flag(values, "tie_word_embeddings", default=True),
         mask_id=mask_id,
     )
     dense, norm = _parameters("masked_head.dense", stored.dense), _parameters("masked_head.norm", stored.norm)
-    return head, {**dense, **norm, "masked_head.bias": f"{stored.output}.bias"}
+    return head, {**dense, **norm}
 
 
 def _transform(values: Values, key: str) -> Transform:

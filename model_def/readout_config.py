@@ -78,9 +78,10 @@ class ClassifierConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskedHeadConfig:
-    """Scores of what stands in a text's masked places: embedding @ norm(transform(dense(x))) + bias.
+    """Scores of what stands in a text's masked places: matrix @ norm(transform(dense(x))) + bias.
 
-    `width`: of the dense layer, the embeddings'. `mask_id`: the token that marks a place, None where none is known.
+    `width`: of the dense layer. `tied`: the matrix is the embeddings', else one of its own. `mask_id`: the token that
+    marks a place, None where none is known.
     """
 
     width: int
@@ -89,6 +90,7 @@ class MaskedHeadConfig:
     dense_bias: bool = True
     norm_bias: bool = True
     output_bias: bool = True
+    tied: bool = True
     mask_id: int | None = None
 
     def __post_init__(self) -> None:

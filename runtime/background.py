@@ -42,7 +42,7 @@ class Background:
     quick and raise nothing. Threads that call the model's other methods take turns with this one.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: Turns[Any]) -> None:
         self._turns = turns
         self._jobs: list[_Job] = []
         self._is_closed = False

@@ -42,6 +42,7 @@ class BeamSearch:
         """`num_end_ids`: of the model; transformers keeps that many times K candidates more."""
         self.num_beams = num_beams
         self.beams: list[tuple[int, ...]] = [()] * num_beams
+        self.chosen: list[int] = []  # the ids of the last step's best candidates that do not end a text, a beam each
         self.is_over = False
         self._penalty = length_penalty
         self._early_stopping = early_stopping
@@ -62,6 +63,7 @@ class BeamSearch:
         scores = total[chosen]
         parents, ids = np.divmod(chosen, log_probs.shape[1])
         texts = [(*self.beams[parent], int(id_)) for parent, id_ in zip(parents, ids, strict=True)]
+        self.chosen = [text[-1] for text in texts if text[-1] not in self._end_ids][: self.num_beams]
         length = len(self.beams[0]) + 1
         ends = np.array([text[-1] in self._end_ids or length >= self._most for text in texts])
         running = scores + ends.astype(np.float32) * _HOPELESS

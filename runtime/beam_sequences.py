@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.runtime.beam_search import BeamSearch, Hypothesis
+from graphport.runtime.diverse_beams import DiverseBeamSearch
 from graphport.runtime.logit_edits import LogitEdits
 from graphport.runtime.sampling import require_finite
 from graphport.runtime.sequence import FinishReason, Sequence, StreamEvent
@@ -58,7 +59,10 @@ class BeamGroup:
     """The rows of one search. `new_edits` makes what changes a beam's log probabilities, None for nothing."""
 
     def __init__(
-        self, sequences: Many[BeamSequence], search: BeamSearch, new_edits: Callable[[], LogitEdits | None]
+        self,
+        sequences: Many[BeamSequence],
+        search: BeamSearch | DiverseBeamSearch,
+        new_edits: Callable[[], LogitEdits | None],
     ) -> None:
         self._order = list(sequences)  # the sequence that holds beam 0, 1, ...
         self._sequences = tuple(sequences)

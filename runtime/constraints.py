@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
+_DEAD_END = "no text completes it, as its rules name each other without an end"
+
+
 class ConstraintError(RuntimeError):
     """A grammar that cannot be followed any further: llguidance gave up on its size, or no token is allowed.
 
@@ -103,6 +106,8 @@ class Grammars:
         except ValueError as error:  # of the text itself, a lone surrogate for instance
             raise FieldError(f"{name} cannot be read: {error}; change it", field=name) from error
         matcher = LLMatcher(self._read_tokens(), grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # a grammar that no text ends is noticed here
         if matcher.is_error():
             raise FieldError(f"{name} cannot be followed: {_first_line(matcher.get_error())}; change it", field=name)
         return Constraint(matcher, self._vocab_size, field=name)
@@ -119,4 +124,5 @@ class Grammars:
 
 def _first_line(message: str) -> str:
     """A message of llguidance in one line, without the state of its parser, which follows."""
-    return " ".join(message.split("<state>", maxsplit=1)[0].split())
+    line = " ".join(message.split("<state>", maxsplit=1)[0].split())
+    return _DEAD_END if line == "NoExtensionBias" else line

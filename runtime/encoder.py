@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
+from graphport.model_def.flags import require_flags, require_optional_flags
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, KIND_WORDS, LOGITS
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import DeviceWish
@@ -30,6 +31,7 @@ from graphport.runtime.open_encoder import (
 )
 from graphport.runtime.prompts import checked_prompt_ids
 from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.usual_use import usual_use
 
 Text = str | Sequence[int] | NDArray[np.integer[Any]]
 
@@ -90,10 +92,8 @@ class Encoder(OpenEncoder):
         strict: bool = False,
     ) -> None:
         if bundle.manifest.kind != "encoder":
-            what, use = "a decoder", "step" if bundle.manifest.config.is_recurrent else "generate"
-            if bundle.manifest.config.image is not None:
-                what, use = "an image encoder", "encode_images"
-            raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {use}")
+            what = KIND_WORDS[bundle.manifest.kind]
+            raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {usual_use(bundle.manifest)}")
         super().__init__(
             bundle,
             max_batch=max_batch,
@@ -134,9 +134,8 @@ class Encoder(OpenEncoder):
         """
         pooling = self.manifest.config.pooling
         if pooling is None:
-            config = self.manifest.config
-            other = "fill_mask" if config.masked_head else "classify" if config.classifier else "hidden_states"
-            raise ValueError(f"this bundle has no pooling, so no vector a text; use {other}")
+            raise ValueError(f"this bundle has no pooling, so no vector a text; use {usual_use(self.manifest)}")
+        require_optional_flags(normalize=normalize)
         rows = self._checked_rows(texts, truncate=truncate)
         vectors = np.empty((len(rows), self.dimension), np.float32)
         for batch, found in self._runs(rows, EMBEDDINGS, batch_size):
@@ -185,7 +184,7 @@ class Encoder(OpenEncoder):
         """
         classifier = self.manifest.config.classifier
         if classifier is None:
-            raise ValueError("this bundle has no classifier; use encode or hidden_states")
+            raise ValueError(f"this bundle has no classifier; use {usual_use(self.manifest)}")
         rows = self._checked_rows(texts, truncate=truncate)
         scores: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(rows)
         for batch, found in self._runs(rows, LOGITS, batch_size):
@@ -204,7 +203,7 @@ class Encoder(OpenEncoder):
         """
         head = self.manifest.config.masked_head
         if head is None:
-            raise ValueError("this bundle has no masked head; use encode, classify or hidden_states")
+            raise ValueError(f"this bundle has no masked head; use {usual_use(self.manifest)}")
         if head.mask_id is None:
             raise ValueError("the checkpoint's tokenizer_config.json names no mask_token; add it and export again")
         rows = self._checked_rows(texts, truncate=truncate)
@@ -241,6 +240,7 @@ class Encoder(OpenEncoder):
     def _checked_rows(self, texts: Sequence[Text], *, truncate: bool) -> list[tuple[int, ...]]:
         if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
             raise TypeError(f"texts must be a list of str or of lists of ids, got {type(texts).__name__}; use [text]")
+        require_flags(truncate=truncate)
         rows, num_cut = [], 0
         for index, text in enumerate(texts):
             row, is_cut = self._checked_row(text, f"text {index}", truncate=truncate)

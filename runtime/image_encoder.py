@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, LOGITS
+from graphport.model_def.flags import require_flags
+from graphport.model_def.signature import EMBEDDINGS, HIDDEN_STATES, KIND_WORDS, LOGITS
 from graphport.model_def.vision_config import ImageConfig
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.cuda_options import OptionValue
@@ -19,6 +20,7 @@ from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_session import EncoderSession
 from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
 from graphport.runtime.preprocessing import Pixels, picture_pixels, read_picture
+from graphport.runtime.usual_use import usual_use
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -77,7 +79,10 @@ class ImageEncoder(OpenEncoder):
     ) -> None:
         image = bundle.manifest.config.image
         if image is None:
-            raise ValueError(f"{bundle.folder} is a {bundle.manifest.kind}, which reads text and no images; use load")
+            what = KIND_WORDS[bundle.manifest.kind]
+            raise ValueError(
+                f"{bundle.folder} is {what}, which reads no images; use load, and {usual_use(bundle.manifest)}"
+            )
         super().__init__(
             bundle,
             max_batch=max_batch,
@@ -108,9 +113,8 @@ class ImageEncoder(OpenEncoder):
         FloatingPointError when the model overflows.
         """
         if self.image.readout is None or self.labels:
-            raise ValueError(
-                f"this bundle gives no vector an image; use {'classify_images' if self.labels else 'hidden_states'}"
-            )
+            raise ValueError(f"this bundle gives no vector an image; use {usual_use(self.manifest)}")
+        require_flags(normalize=normalize)
         vectors = self._read_out(images, EMBEDDINGS, batch_size)
         return normalized(vectors) if normalize else vectors
 
@@ -122,7 +126,7 @@ class ImageEncoder(OpenEncoder):
         """
         readout = self.image.readout
         if readout is None or not readout.labels:
-            raise ValueError("this bundle has no classifier; use encode_images or hidden_states")
+            raise ValueError(f"this bundle has no classifier; use {usual_use(self.manifest)}")
         logits = self._read_out(images, LOGITS, batch_size)
         return label_probabilities(logits, multi_label=readout.multi_label)
 

@@ -16,6 +16,7 @@ from graphport.runtime.audio_features import Features
 from graphport.runtime.beam_search import BeamSearch
 from graphport.runtime.beam_sequences import BeamGroup, BeamSequence
 from graphport.runtime.constraints import Grammars
+from graphport.runtime.diverse_beams import DiverseBeamSearch
 from graphport.runtime.field_error import FieldError
 from graphport.runtime.logit_edits import new_edits
 from graphport.runtime.prompts import checked_prompt_ids
@@ -141,21 +142,25 @@ class Intake:
             )
         return Request(sequences, events, num_outputs=params.n)
 
-    def _search(self, params: SamplingParams, end_ids: frozenset[int], most: int) -> BeamSearch:
+    def _search(self, params: SamplingParams, end_ids: frozenset[int], most: int) -> BeamSearch | DiverseBeamSearch:
         num_end_ids = len(end_ids)
         if max(2, 1 + num_end_ids) * params.num_beams > self._vocab_size:
             raise ValueError(
                 f"num_beams={params.num_beams} is more than a vocabulary of {self._vocab_size} ids has candidates for; "
                 "give fewer"
             )
-        return BeamSearch(
-            num_beams=params.num_beams,
-            length_penalty=params.length_penalty,
-            early_stopping=params.early_stopping,
-            end_ids=end_ids,
-            num_end_ids=num_end_ids,
-            most=most,
-        )
+        groups = [
+            BeamSearch(
+                num_beams=params.num_beams // params.num_beam_groups,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                end_ids=end_ids,
+                num_end_ids=num_end_ids,
+                most=most,
+            )
+            for _ in range(params.num_beam_groups)
+        ]
+        return groups[0] if len(groups) == 1 else DiverseBeamSearch(groups, penalty=params.diversity_penalty)
 
     def _check_places(self, params: SamplingParams, name: str) -> None:
         for field, what in (("n", f"n={params.n} samples"), ("num_beams", f"num_beams={params.num_beams}")):

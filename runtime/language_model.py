@@ -41,6 +41,7 @@ from graphport.runtime.sequence_state import ModelIdentity, SequenceState, read_
 from graphport.runtime.session import Session
 from graphport.runtime.tokenizer import Tokenizer
 from graphport.runtime.turns import Turns
+from graphport.runtime.usual_use import usual_use
 
 DECODER_BATCH = 8
 _PARSE_SECONDS = 0.02  # of a graph of 800 nodes, which is parsed in 7 ms
@@ -75,12 +76,11 @@ class LanguageModel:
         prepared: bool = True,
     ) -> None:
         if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
-            what, use = f"{KIND_WORDS[bundle.manifest.kind]}, which continues no text", "encode or embed"
-            if bundle.manifest.kind == "image_encoder":
-                what, use = "an image encoder, which continues no text", "load and encode_images or classify_images"
+            why = "which continues no text"
             if bundle.manifest.kind == "recurrent_decoder":
-                what, use = "a recurrent decoder, whose states no KV cache holds", "load and step"
-            raise ValueError(f"{bundle.folder} is {what}; use {use}")
+                why = "whose states no KV cache holds"
+            what, use = KIND_WORDS[bundle.manifest.kind], usual_use(bundle.manifest)
+            raise ValueError(f"{bundle.folder} is {what}, {why}; use load, and {use}")
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")

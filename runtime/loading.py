@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphport.model_def.flags import require_flags, require_optional_flags
 from graphport.model_def.signature import KIND_WORDS, Kind
 from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
@@ -51,12 +52,14 @@ def load(
 ) -> LanguageModel | Encoder | ImageEncoder | DualEncoder | RecurrentModel:
     """Open a bundle: with `load_language_model`, `load_encoder`, `load_image_encoder` or `load_dual_encoder`.
 
-    A bundle of linear attention is a `RecurrentModel`, whose caller keeps the states.
+    A bundle of linear attention is a `RecurrentModel`, which generates as a decoder does and steps over states.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
     prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
+    require_flags(tuned=tuned, strict=strict)
+    require_optional_flags(spinning=spinning, prepared=prepared)
     towers = find_towers(Path(bundle))
     files = open_bundle(Path(bundle) / IMAGES_FOLDER if towers else bundle)
     if files.manifest.kind in ("decoder", "encoder_decoder"):

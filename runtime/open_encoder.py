@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.flags import require_flags
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -43,6 +44,7 @@ class OpenEncoder:
         stream: int | None,
         strict: bool,
     ) -> None:
+        require_flags(strict=strict)
         self.manifest = bundle.manifest
         longest = self.manifest.max_length
         wish = longest if max_length is None else max_length

@@ -6,6 +6,7 @@ In: a bundle folder and how to run it. Out: a `LanguageModel`. What it cannot ho
 import os
 from collections import abc
 
+from graphport.model_def.flags import require_flags, require_optional_flags
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
@@ -53,6 +54,8 @@ def load_language_model(
     it was certified, not as packed for this processor, and nothing is taken from `tune`. Raises ManifestError,
     CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
     """
+    require_flags(tuned=tuned, strict=strict)
+    require_optional_flags(spinning=spinning, prepared=prepared)
     files = open_bundle(bundle)
     certificate = require_certified(files) if strict else None
     choice = tuned_choice(files, device=device) if tuned and not strict else None

@@ -5,6 +5,7 @@ those of the slow image processors of transformers. It needs Pillow (extra `visi
 """
 
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +18,16 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.float32]
 
+MOST_PIXELS = 64_000_000  # of a picture: 8,000 x 8,000, decoded 192 MB, and more than any model reads
+
+
+class PictureError(ValueError):
+    """A picture that is not read because of its size."""
+
 
 def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image":
-    """The picture in a file, or `source` itself. Raises ValueError for a file that holds none, TypeError for others.
+    """The picture in a file, or `source` itself. Raises ValueError for a file that holds none or one of more than
+    MOST_PIXELS, TypeError for others.
 
     Without Pillow it raises ModuleNotFoundError with the command that installs it.
     """
@@ -31,6 +39,7 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
             "are given as float32 arrays [channels, height, width]"
         ) from error
     if isinstance(source, Image.Image):
+        _require_size(source, name)
         _require_readable(source, name)
         return source
     if not isinstance(source, str | os.PathLike):
@@ -39,10 +48,25 @@ def read_picture(source: "str | os.PathLike[str] | Image", name: str) -> "Image"
             "picture of Pillow's"
         )
     try:
-        with Image.open(source) as picture:  # upright and in colours, as `load_image` of transformers gives it
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit below is lower
+            opened = Image.open(source)
+        with opened as picture:  # upright and in colours, as `load_image` of transformers gives it
+            _require_size(picture, name)
             return ImageOps.exif_transpose(picture).convert("RGB")
+    except PictureError:
+        raise
     except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(f"{name} cannot be read as a picture: {error}") from error
+
+
+def _require_size(picture: "Image", name: str) -> None:
+    """Raise PictureError for a picture of too many pixels, before they are decoded."""
+    width, height = picture.size
+    if width * height > MOST_PIXELS:
+        raise PictureError(
+            f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}; make it smaller before it is read"
+        )
 
 
 def _require_readable(picture: "Image", name: str) -> None:

@@ -6,6 +6,7 @@ and what to do. Files need soundfile, other rates soxr (extra `audio`), when the
 
 import numbers
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ INSTALL = "pip install 'graphport[audio]'"
 _MOST_CHANNELS = 32
 _LOUDEST = 16.0  # 24 dB above what a file of whole numbers can hold: beyond it the samples have another scale
 _RATES = range(1_000, 768_001)
+# libsndfile's log on the chunk of samples: the bytes that the header has, and those that are there
+_TORN = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
+_UNKNOWN_BYTES = 0x7FFF_F000  # from here on writers of streams mean that they did not know the length
 
 
 def read_recording(given: object, name: str, *, longest: int) -> Samples:
@@ -64,12 +68,21 @@ def _from_file(path: "str | os.PathLike[str]", name: str) -> tuple[Samples, int]
         raise ModuleNotFoundError(
             f"{name} is a file, and files need soundfile: {INSTALL}; samples are given as (float array, sampling rate)"
         ) from error
-    if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises for names that are too long
+    if os.path.isdir(path):  # noqa: PTH112 - Path.is_dir raises for names that are too long
+        raise ValueError(f"{name}: {os.fspath(path)!r} is a folder; give the path of a WAV or FLAC file")
+    if not os.path.isfile(path):  # noqa: PTH113 - as above
         raise ValueError(f"{name}: no file at {os.fspath(path)!r}; give the path of a WAV or FLAC file")
     try:
-        samples, rate = soundfile.read(path, dtype="float32")
+        with soundfile.SoundFile(path) as file:
+            samples, rate, log = file.read(dtype="float32"), file.samplerate, file.extra_info
     except (soundfile.SoundFileError, OSError, TypeError) as error:
         raise ValueError(f"{name}: {os.fspath(path)!r} cannot be read as a recording: {error}") from error
+    torn = _TORN.search(log)
+    if torn is not None and int(torn[2]) < int(torn[1]) < _UNKNOWN_BYTES:
+        raise ValueError(
+            f"{name}: {os.fspath(path)!r} is torn: its header counts {torn[1]} bytes of samples, {torn[2]} are there; "
+            "copy it again"
+        )
     return samples, _checked_rate(rate, name)
 
 

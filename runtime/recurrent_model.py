@@ -1,20 +1,32 @@
-"""A recurrent decoder's bundle opened for use: ids and states in, logits and states out.
+"""A recurrent decoder's bundle opened for use: prompts in, new tokens out; or step by step, with states in and out.
 
-In: ids of texts of one length, the state after those before them. Out: logits float32, the state after them. It
-samples nothing, batches nothing and keeps no state: whoever steps does. Legend: B rows, S new tokens, V vocabulary.
+In: prompts of any lengths; or ids of texts of one length and the state after those before them. Out: as of a
+`LanguageModel`; or logits float32 and the state after them. Legend: B rows, S new tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphport.model_def.certified_inputs import Row
-from graphport.model_def.recurrent_signature import NUM_PAST
-from graphport.model_def.signature import INPUT_IDS
+from graphport.runtime.bundle_files import BundleFiles
+from graphport.runtime.cuda_options import OptionValue
+from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_session import EncoderSession
+from graphport.runtime.generation_output import GenerationOutput, generation_output
+from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.open_encoder import OpenEncoder, require_finite
+from graphport.runtime.recurrent_engine import RecurrentEngine
+from graphport.runtime.recurrent_steps import empty_tensors, run_step
+from graphport.runtime.request import Request
+from graphport.runtime.request_options import RequestArguments, RequestOptions
+from graphport.runtime.sampling_params import SamplingParams
+from graphport.runtime.sequence import StreamEvent
+from graphport.runtime.sequence_state import ModelIdentity
+from graphport.runtime.tokenizer import Tokenizer
+from graphport.runtime.turns import Turns
 
 
 class RecurrentState(NamedTuple):
@@ -25,7 +37,85 @@ class RecurrentState(NamedTuple):
 
 
 class RecurrentModel(OpenEncoder):
-    """An open recurrent decoder; attributes as of `OpenEncoder`."""
+    """An open recurrent decoder; attributes as of `OpenEncoder`, and `tokenizer`, None if the bundle has none."""
+
+    def __init__(
+        self,
+        bundle: BundleFiles,
+        *,
+        device: DeviceWish,
+        device_id: int,
+        provider_options: Mapping[str, OptionValue] | None,
+        max_batch: int,
+        max_length: int | None,
+        threads: int | None,
+        stream: int | None,
+        strict: bool,
+    ) -> None:
+        super().__init__(
+            bundle,
+            max_batch=max_batch,
+            device=device,
+            device_id=device_id,
+            provider_options=provider_options,
+            max_length=max_length,
+            threads=threads,
+            stream=stream,
+            strict=strict,
+        )
+        self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
+        self._intake = Intake(
+            bundle.manifest,
+            self.tokenizer,
+            identity=ModelIdentity.of(bundle.manifest, is_prepared=False, chunk=None),
+            max_length=self.max_length,
+            max_batch=self.max_batch,
+        )
+        vocab_size = self.manifest.config.vocab_size
+        self._turns = Turns(RecurrentEngine(self._open_session(), max_batch=self.max_batch, vocab_size=vocab_size))
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Unpack[RequestArguments],
+    ) -> list[GenerationOutput]:
+        """Continue every prompt, a list of ids, or a str if there is a tokenizer; see `LanguageModel.generate`.
+
+        Prompts may differ in length; `max_batch` of them run together, each with a state of its own. Beam search,
+        `state` and `keep_state` are refused.
+        """
+        requests = self._requests(prompts, params, RequestOptions(**options))
+        self._turns.run(requests)
+        return [generation_output(request.outputs, self._intake.identity) for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestArguments]
+    ) -> Iterator[StreamEvent]:
+        """Continue one prompt, token by token; see `LanguageModel.stream` and `generate`."""
+        (request,) = self._requests([prompt], params, RequestOptions(**options))
+        return self._turns.results(request)
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RequestOptions,
+    ) -> list[Request[StreamEvent]]:
+        self._open_session()  # raises once it is closed
+        if options.state is not None or options.keep_state:
+            raise ValueError(
+                "state and keep_state are rows of a KV cache; a recurrent decoder's states are those of step"
+            )
+        requests = self._intake.generations(prompts, params, options)
+        if any(sequence.params.num_beams > 1 for request in requests for sequence in request.sequences):
+            raise ValueError("beam search is not built for recurrent decoders; leave num_beams out, or give n samples")
+        return requests
+
+    def close(self) -> None:
+        """Give the session back; running requests end as cancelled, later calls raise."""
+        self._turns.close()
+        super().close()
 
     def step(
         self, ids: Sequence[Sequence[int]] | NDArray[np.integer[Any]], state: RecurrentState | None = None
@@ -97,18 +187,12 @@ class ServedRecurrent:
 
 def empty_state(session: EncoderSession, rows: int) -> RecurrentState:
     """The state of `rows` texts without a token."""
-    specs = [spec for spec in session.signature.inputs if spec.name not in (INPUT_IDS, NUM_PAST)]
-    shapes = [tuple(size for size in spec.shape if isinstance(size, int)) for spec in specs]
-    return RecurrentState(0, tuple(np.zeros((rows, *shape), np.float32) for shape in shapes))
+    return RecurrentState(0, empty_tensors(session, rows))
 
 
 def step(
     session: EncoderSession, ids: NDArray[np.integer[Any]], state: RecurrentState
 ) -> tuple[NDArray[np.float32], RecurrentState]:
     """Logits [B, S, V] of new ids [B, S], and the state after them."""
-    names = [spec.name for spec in session.signature.inputs if spec.name not in (INPUT_IDS, NUM_PAST)]
-    feed = dict(zip(names, state.tensors, strict=True))
-    logits, *after = session.run_feed(
-        {INPUT_IDS: ids.astype(np.int64), NUM_PAST: np.full(len(ids), state.length, np.int64), **feed}
-    )
-    return logits, RecurrentState(state.length + ids.shape[1], tuple(after))
+    logits, after = run_step(session, ids, np.full(len(ids), state.length, np.int64), state.tensors)
+    return logits, RecurrentState(state.length + ids.shape[1], after)

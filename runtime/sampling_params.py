@@ -45,7 +45,9 @@ class SamplingParams:
     num_beams: above 1, the texts are those of beam search, the n best of them best first; each beam needs a place in
     the batch. It needs temperature 0, and neither samples nor streams. length_penalty: the power of its length that a
     text's log probability is divided by (above 0 favours long texts). early_stopping: True ends the search with
-    num_beams texts done, False where no better one is likely, "never" where none is possible.
+    num_beams texts done, False where no better one is likely, "never" where none is possible. num_beam_groups: above 1,
+    the beams search in so many groups of one size, and diversity_penalty is what a group pays for each time that a
+    group before it has chosen the same id at the same step (diverse beam search).
 
     Raises TypeError for a value of a wrong type and ValueError for one out of range, naming both.
     """
@@ -73,6 +75,8 @@ class SamplingParams:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, low=1, allowed="an integer from 1"))
@@ -132,6 +136,7 @@ class SamplingParams:
         self._set("length_penalty", penalty)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f"early_stopping={self.early_stopping!r} must be True, False or 'never'")
+        self._check_groups()
         if self.num_beams == 1:
             if penalty != 1 or self.early_stopping is not False:
                 raise ValueError("length_penalty and early_stopping are of beam search: give num_beams above 1")
@@ -152,6 +157,22 @@ class SamplingParams:
         given = [name for name, value in unread.items() if value]
         if given:
             raise ValueError(f"{' and '.join(given)} cannot be heeded by beam search; leave it out, or num_beams")
+
+    def _check_groups(self) -> None:
+        groups = _integer("num_beam_groups", self.num_beam_groups, low=1, allowed="an integer from 1 (1 is off)")
+        self._set("num_beam_groups", groups)
+        allowed = f"a number from 0 to {_LARGEST_PENALTY:g}"
+        penalty = _finite("diversity_penalty", self.diversity_penalty, allowed)
+        if not 0 <= penalty <= _LARGEST_PENALTY:
+            raise ValueError(f"diversity_penalty={penalty} must be {allowed}")
+        self._set("diversity_penalty", penalty)
+        if self.num_beams % groups:
+            raise ValueError(f"num_beams={self.num_beams} must be a multiple of num_beam_groups={groups}")
+        if (groups > 1) != (penalty > 0):
+            raise ValueError(
+                f"num_beam_groups={groups} and diversity_penalty={penalty} belong together: give groups above 1 and a "
+                "penalty above 0, or neither"
+            )
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from graphport.runtime.server_errors import ApiError
 
 _MAX_DEPTH = 64
+_MOST_DIGITS = 640  # of a whole number; Python itself can be set to refuse more from there on, and does from 4,300
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -23,7 +24,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
             400, f"the body is no UTF-8 (byte {error.start}); send JSON in UTF-8", code="bad_body"
         ) from error
     try:
-        record = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_without_doubles)
+        record = json.loads(text, parse_int=_integer, parse_constant=_no_constant, object_pairs_hook=_without_doubles)
     except RecursionError as error:
         raise _too_deep() from error
     except ValueError as error:
@@ -35,13 +36,38 @@ def parse_body(body: bytes) -> dict[str, Any]:
     return record
 
 
+class _LongInteger(str):
+    """The digits of a whole number that are too many for Python to read."""
+
+    __slots__ = ()
+
+
+def _integer(digits: str) -> "int | _LongInteger":
+    return int(digits) if len(digits) <= _MOST_DIGITS else _LongInteger(digits)
+
+
+def _is_long(value: object) -> bool:
+    return any(map(_is_long, value)) if isinstance(value, list) else isinstance(value, _LongInteger)
+
+
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of `pairs`; of two values of one field JSON does not say which holds."""
+    """The object of `pairs`; of two values of one field JSON does not say which holds.
+
+    Raises ApiError for them, and for whole numbers that are too long.
+    """
     record = dict(pairs)
+    long = next((name for name, value in pairs if _is_long(value)), None)
+    if long is not None:
+        raise ApiError(
+            400,
+            f"{long} holds a whole number of more than {_MOST_DIGITS} digits; give a smaller one",
+            param=long,
+            code="bad_body",
+        )
     if len(record) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ApiError(400, f"the body has the field {name!r} twice in one object; give it once", code="bad_body")

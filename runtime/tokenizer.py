@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tokenizers
 
+from graphport.model_def.flags import require_flags
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from graphport.model_def.text_corpus import vocabulary_hash
 from graphport.runtime.chat_template_error import ChatTemplateError
@@ -141,6 +142,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt text of a chat. Raises ChatTemplateError; see `ChatTemplate.render`."""
+        require_flags(add_generation_prompt=add_generation_prompt)
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
 
     @cached_property

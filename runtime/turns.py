@@ -5,20 +5,35 @@ that nobody reads holds up no one. It schedules nothing (see `engine.py`).
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from graphport.runtime.engine import Engine
 from graphport.runtime.request import Request, Result
 from graphport.runtime.sequence import Sequence
 
 
-class Turns:
+class Steps(Protocol):
+    """What runs sequences step by step; see `Engine` and `RecurrentEngine`."""
+
+    cancellations: deque[Sequence]
+
+    def submit(self, *sequences: Sequence) -> None: ...  # noqa: D102 - as of Engine
+    def require_possible(self, sequences: Many[Sequence]) -> None: ...  # noqa: D102 - as above
+    def step(self) -> None: ...  # noqa: D102 - as above
+    def drop_cancelled(self) -> None: ...  # noqa: D102 - as above
+    def all_sequences(self) -> list[Sequence]: ...  # noqa: D102 - as above
+
+
+AnEngine = TypeVar("AnEngine", bound=Steps)
+
+
+class Turns(Generic[AnEngine]):
     """The engine of an open model; `engine` is None once it is closed."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine: Engine | None = engine
+    def __init__(self, engine: AnEngine) -> None:
+        self.engine: AnEngine | None = engine
         # A plain lock, not the default one: a collector that runs while this thread holds it must not get in.
         self._turn = threading.Condition(threading.Lock())
         self._is_stepping = False
@@ -65,7 +80,7 @@ class Turns:
                 sequence.cancel()
             self._turn.notify_all()
 
-    def need_engine(self) -> Engine:
+    def need_engine(self) -> AnEngine:
         """The engine. Raises RuntimeError once it is closed."""
         if self.engine is None:
             raise RuntimeError("this LanguageModel is closed; load the bundle again")

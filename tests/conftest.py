@@ -1,7 +1,7 @@
 """Fixtures of all tests: the real models' files, one seed a test, one thread a worker.
 
-In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM, GRAPHPORT_GEMMA3 and GRAPHPORT_GENAI, the checkout.
-Out: fixtures. Nothing downloads.
+In: the environment variables GRAPHPORT_SMOLLM2, GRAPHPORT_MINILM, GRAPHPORT_GEMMA3, GRAPHPORT_GENAI and
+GRAPHPORT_OPTIMUM, the checkout. Out: fixtures. Nothing downloads.
 """
 
 import logging
@@ -62,6 +62,15 @@ def genai_python() -> Path:
         message = f"{python.parent.parent} is not installed; run `make fetch` or set GRAPHPORT_GENAI to an interpreter"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
     return python
+
+
+@pytest.fixture(scope="session")
+def optimum_python() -> Path:
+    """The interpreter of an environment that has optimum, with a torch of its own; without it the test is skipped."""
+    given = os.environ.get("GRAPHPORT_OPTIMUM")
+    if not given:
+        pytest.skip("GRAPHPORT_OPTIMUM names no interpreter of an environment with tests/requirements_optimum.txt")
+    return Path(given)
 
 
 def _real_file(variable: str, name: str, command: str, member: str = "", *, is_needed: bool) -> Path:

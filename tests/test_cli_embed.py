@@ -87,7 +87,9 @@ def test_what_cannot_be_embedded_is_one_line(
 
 def test_other_commands_say_what_an_encoder_is(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(bundle), "Hello"]) == 1
-    assert "is an encoder, which continues no text; use encode or embed" in capsys.readouterr().err
+    assert (
+        "is an encoder, which continues no text; use load, and encode, or `graphport embed`" in capsys.readouterr().err
+    )
     assert main(["report", str(bundle)]) == 0
     err = capsys.readouterr().err
     assert "mean, normalised" in err

@@ -11,6 +11,7 @@ from PIL import Image
 from test_masked_heads import save_masked
 from tiny_encoder_decoders import language_tokenizer, make_encoder_decoder
 from tiny_encoders import make_encoder, save_sentence_folder, word_piece
+from tiny_joined import make_llava
 from tiny_sources import write_tiny_source
 from tiny_speech import RATE, recording, save_speech_folder
 from tiny_vision import make_vision, save_vision_folder
@@ -51,14 +52,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(folder / "model.gguf", folder / "build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf")
     save_sentence_folder(folder / "minilm", make_encoder("bert"))
     save_masked(folder / "masked", "bert")
-    make_encoder_decoder("mbart").save_pretrained(folder / "translator")
-    language_tokenizer().save(str(folder / "translator/tokenizer.json"))
+    make_encoder_decoder("mbart").save_pretrained(folder / "mbart")
+    language_tokenizer().save(str(folder / "mbart/tokenizer.json"))
     save_speech_folder(folder / "whisper")
     soundfile.write(folder / "speech.wav", recording(12_000), RATE)
     save_vision_folder(folder / "clip", make_vision("clip"))
     word_piece().save(str(folder / "clip/tokenizer.json"))
     save_vision_folder(folder / "vit", make_vision("vit classifier"))
     Image.effect_noise((57, 41), 60).convert("RGB").save(folder / "cat.png")
+    make_llava().save_pretrained(folder / "llava")
     shutil.copytree(CHECKOUT / "examples", folder / "examples")
     export(folder / "model.gguf", folder / "build/model", precision="int8")
     return folder

@@ -1,6 +1,7 @@
 """Graphs for other runtimes: what they are called by, that they compute the bundle's logits, what is refused."""
 
 import json
+import subprocess
 from functools import partial
 from pathlib import Path
 
@@ -8,17 +9,22 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
+from parity import TOLERANCES as PARITY_TOLERANCES
+from test_masked_heads import save_masked
+from tiny_encoders import TEXTS, make_encoder, save_sentence_folder
 from tiny_models import tiny_configs, tiny_model
 from typer.testing import CliRunner
 
 from graphport.cli import app
 from graphport.export import export
-from graphport.export.layout_parity import GrowingRunner, layout_check, masked_inputs
+from graphport.export.layout_parity import GrowingRunner, encoder_layout_check, layout_check, masked_inputs
 from graphport.export.layouts import ATTENTION_MASK, GENAI, LAYOUTS, OPTIMUM, Layout, LayoutError, find_layouts
 from graphport.export.parity import TOLERANCES
 from graphport.model_def.signature import INPUT_IDS, read_manifest
+from graphport.runtime import SamplingParams, load_encoder, load_language_model
 
 MAX_LENGTH = 40
+PROMPTS = [[3, 4, 5], [7, 8, 9, 10, 11], [2]]
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +33,27 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_model(tiny_configs()["grouped_query"])
     export(model, out, precision="fp32", context=MAX_LENGTH, layouts=("genai", "optimum"))
     return out
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("encoders")
+    sources = {
+        "pooled": save_sentence_folder(folder / "bert", make_encoder("bert")),
+        "plain": folder / "roberta",
+        "masked": save_masked(folder / "electra", "electra", tied=False),
+    }
+    make_encoder("roberta").save_pretrained(sources["plain"])
+    wanted = {"precision": "fp32", "context": 32, "layouts": ("optimum",)}
+    return {kind: export(source, folder / kind, **wanted).path for kind, source in sources.items()}
+
+
+def _ask_optimum(python: Path, *arguments: str) -> list[list[int]]:
+    command = [python, Path(__file__).with_name("run_optimum.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer: list[list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 def _runner(bundle: Path, layout: Layout) -> GrowingRunner:
@@ -114,8 +141,62 @@ def test_settings_name_sizes_and_ids(bundle: Path) -> None:
     assert (decoder["num_attention_heads"], decoder["num_key_value_heads"], decoder["head_size"]) == sizes
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == sizes
     assert genai["context_length"] == config["max_position_embeddings"] == MAX_LENGTH
-    assert "eos_token_id" not in config  # the model names none; a number must stand in its place for onnxruntime-genai
+    assert config["eos_token_id"] is None  # left out, the end of Gemma's configuration would hold
     assert genai["eos_token_id"] == [0]
+
+
+def test_an_encoders_graph_takes_a_mask_and_gives_its_states(encoders: dict[str, Path]) -> None:
+    for kind, folder in encoders.items():
+        model = ir.load(folder / OPTIMUM.graph_file)
+        names = [value.name for value in model.graph.inputs]
+        assert names == [INPUT_IDS, ATTENTION_MASK, *([] if kind == "plain" else ["token_type_ids"])]
+        others = {"pooled": ["embeddings"], "plain": ["embeddings"], "masked": ["logits"]}[kind]
+        assert [value.name for value in model.graph.outputs] == ["last_hidden_state", *others]
+        checks = json.loads((folder / "certificate.json").read_text(encoding="utf-8"))["checks"]
+        (found,) = [
+            check for check in checks if check["name"].startswith("layout optimum: 3 texts in one padded batch")
+        ]
+        assert found["measured"] == found["tolerance"] == 0
+        assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "bert"
+        assert not (folder / "generation_config.json").exists()
+
+
+def test_an_encoders_graph_with_another_length_fails_its_check(encoders: dict[str, Path]) -> None:
+    broken = encoders["pooled"] / OPTIMUM.graph_file
+    kept, model = broken.read_bytes(), ir.load(broken)
+    total = next(node for node in model.graph if node.op_type == "ReduceSum")
+    total.op_type = "ReduceMax"  # every text is one token long
+    try:
+        ir.save(model, broken)
+        config = read_manifest(encoders["pooled"]).config
+        check = encoder_layout_check(encoders["pooled"], OPTIMUM, config, max_length=32, seed=0)
+        assert check.name.startswith("layout optimum: 3 texts")
+        assert not check.passed
+    finally:
+        broken.write_bytes(kept)
+
+
+def test_the_real_optimum_generates_the_same_tokens(bundle: Path, tmp_path: Path, optimum_python: Path) -> None:
+    """The head size is no share of the hidden size, and there are fewer key/value heads than heads."""
+    with load_language_model(bundle) as model:
+        outputs = model.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
+    own = [list(output.token_ids) for output in outputs]
+    assert _ask_optimum(optimum_python, "tokens", str(bundle), json.dumps(PROMPTS), "12") == own
+
+
+@pytest.mark.parametrize("kind", ["pooled", "plain", "masked"])
+def test_the_real_optimum_gives_the_same_states(kind: str, encoders: dict[str, Path], optimum_python: Path) -> None:
+    rows = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
+    found = _ask_optimum(optimum_python, "states", str(encoders[kind]), json.dumps(rows))
+    with load_encoder(encoders[kind]) as encoder:
+        own = encoder.hidden_states(rows)
+        for mine, theirs in zip(own, found, strict=True):
+            assert np.abs(mine - np.array(theirs)).max() < PARITY_TOLERANCES["exported", "float32"]
+        if kind == "pooled":
+            texts = [text for text in TEXTS if text]
+            assert encoder.tokenizer is not None
+            ids = [encoder.tokenizer.encode(text) for text in texts]
+            assert _ask_optimum(optimum_python, "texts", str(encoders[kind]), json.dumps(texts)) == ids
 
 
 def test_what_these_runtimes_cannot_call_is_refused_before_work_is_done(tmp_path: Path) -> None:
@@ -127,6 +208,12 @@ def test_what_these_runtimes_cannot_call_is_refused_before_work_is_done(tmp_path
         write(kv_cache="int8")
     with pytest.raises(LayoutError, match="layout 'onnx' is unknown; there are genai and optimum"):
         find_layouts(("genai", "onnx"))
+    encoder = make_encoder("bert")
+    encoder.save_pretrained(tmp_path / "bert")
+    with pytest.raises(
+        LayoutError, match=r"layout genai, .* is a decoder's over a KV cache, and this is an encoder; leave"
+    ):
+        export(tmp_path / "bert", out, layouts=("genai",))
     assert not out.exists()
 
 

@@ -38,6 +38,7 @@ from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify
 
 EXPORTED = ("bert", "electra", "modernbert")  # token types, embeddings of their own width, rotary without biases
+UNTIED = "electra"  # its head is exported with a matrix of its own
 TEXTS = ("The capital of [MASK] is Paris.", "[MASK]", "[MASK], world! How [MASK] you today?")
 CHANGES: dict[str, Any] = {"modernbert": {"norm_bias": True}}
 
@@ -52,25 +53,26 @@ def _tokenizer() -> Tokenizer:
 
 
 @functools.cache
-def make_masked(model_type: str) -> Any:
+def make_masked(model_type: str, *, tied: bool = True) -> Any:
     config_class, fixed = CONFIGS[model_type]
     sizes = {key: value for key, value in SIZES.items() if key in config_class().to_dict()}
-    config = config_class(**(sizes | fixed | CHANGES.get(model_type, {})))
+    changes = {"tie_word_embeddings": tied, **CHANGES.get(model_type, {})}
+    config = config_class(**(sizes | fixed | changes))
     config._attn_implementation = "eager"
     return randomise(AutoModelForMaskedLM.from_config(config).eval())
 
 
-def save_masked(folder: Path, model_type: str) -> Path:
-    make_masked(model_type).save_pretrained(folder)
+def save_masked(folder: Path, model_type: str, *, tied: bool = True) -> Path:
+    make_masked(model_type, tied=tied).save_pretrained(folder)
     _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "[MASK]"}))
     return folder
 
 
-def _reference(model_type: str, ids: list[int]) -> np.ndarray:
+def _reference(model_type: str, ids: list[int], *, tied: bool = True) -> np.ndarray:
     """Logits [S, V] of transformers."""
     with torch.inference_mode():
-        return make_masked(model_type)(torch.tensor([ids])).logits[0].numpy()
+        return make_masked(model_type, tied=tied)(torch.tensor([ids])).logits[0].numpy()
 
 
 def _assert_near(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -81,7 +83,7 @@ def _assert_near(found: np.ndarray, wanted: np.ndarray) -> None:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("masked")
-    return {kind: save_masked(folder / kind, kind) for kind in EXPORTED}
+    return {kind: save_masked(folder / kind, kind, tied=kind != UNTIED) for kind in EXPORTED}
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +92,13 @@ def bundles(sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return {kind: export(source, folder / kind, precision="fp32").path for kind, source in sources.items()}
 
 
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("model_type", sorted(MASKED_HEADS))
-def test_a_checkpoint_scores_the_vocabulary_as_transformers_does(model_type: str, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(save_masked(tmp_path, model_type))
+def test_a_checkpoint_scores_the_vocabulary_as_transformers_does(model_type: str, tied: bool, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(save_masked(tmp_path, model_type, tied=tied))
     head = checkpoint.config.masked_head
     assert head is not None
+    assert head.tied == tied
     assert head.mask_id == _tokenizer().token_to_id("[MASK]")
     model = Transformer(checkpoint.config).eval()
     model.load_state_dict(checkpoint.weights, strict=True)
@@ -102,7 +106,7 @@ def test_a_checkpoint_scores_the_vocabulary_as_transformers_does(model_type: str
     with torch.inference_mode():
         assert model.masked_head is not None
         found = model.masked_head(model(torch.tensor([ids]))[0], model.embedding.weight).numpy()
-    wanted = _reference(model_type, ids)
+    wanted = _reference(model_type, ids, tied=tied)
     _assert_near(found, wanted)
     for wrong in (found[::-1], np.roll(found, 1, axis=1), np.zeros_like(found)):
         with pytest.raises(AssertionError):
@@ -113,7 +117,10 @@ def test_a_checkpoint_scores_the_vocabulary_as_transformers_does(model_type: str
 def test_masked_places_of_any_texts_equal_transformers(kind: str, bundles: dict[str, Path]) -> None:
     mask = _tokenizer().token_to_id("[MASK]")
     rows = [*(_tokenizer().encode(text).ids for text in TEXTS), [7, mask, 9, mask, mask]]
-    wanted = [_reference(kind, row)[[column for column, token in enumerate(row) if token == mask]] for row in rows]
+    wanted = [
+        _reference(kind, row, tied=kind != UNTIED)[[column for column, token in enumerate(row) if token == mask]]
+        for row in rows
+    ]
     with load_encoder(bundles[kind], max_batch=3) as encoder:
         for found, logits in zip(encoder.masked_logits([*TEXTS, rows[-1]]), wanted, strict=True):
             _assert_near(found, logits)
@@ -182,7 +189,7 @@ def test_what_has_no_masked_place_or_no_head_is_refused(
             encoder.encode(TEXTS)
         with pytest.raises(ValueError, match="top_k must be 1 to 300, the vocabulary; got 301"):
             encoder.fill_mask(TEXTS, top_k=301)
-        with pytest.raises(ValueError, match="has no classifier"):
+        with pytest.raises(ValueError, match="has no classifier; use fill_mask"):
             encoder.classify(TEXTS)
     source = Path(shutil.copytree(sources["bert"], tmp_path / "unnamed"))
     (source / "tokenizer_config.json").unlink()
@@ -195,16 +202,54 @@ def test_what_has_no_masked_place_or_no_head_is_refused(
         encoder.fill_mask([[3, 4]])
 
 
-def test_heads_of_their_own_matrix_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    source = Path(shutil.copytree(sources["bert"], tmp_path / "untied"))
+def test_a_matrix_of_its_own_is_rounded_apart_from_the_embeddings(sources: dict[str, Path], tmp_path: Path) -> None:
+    bundle = export(sources[UNTIED], tmp_path / "out", precision="int4")
+    stored = ir.load(bundle.path / GRAPH_FILE).graph.initializers
+    assert {name for name in stored if name.startswith("masked_head.weight")} == {
+        "masked_head.weight_q8",
+        "masked_head.weight_scales",
+    }
+    with load_encoder(bundle.path) as encoder:
+        found = encoder.masked_logits(TEXTS)[0][0]
+    row = _tokenizer().encode(TEXTS[0]).ids
+    wanted = _reference(UNTIED, row, tied=False)[row.index(_tokenizer().token_to_id("[MASK]"))]
+    assert 0.9 < float(found @ wanted / np.linalg.norm(found) / np.linalg.norm(wanted)) < 0.9999999
+
+
+def test_tensors_that_contradict_the_flag_are_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    source = Path(shutil.copytree(sources["bert"], tmp_path / "bert"))
     tensors = load_file(source / "model.safetensors")
-    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
-    save_file(tensors, source / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"decoder\.weight and .*word_embeddings\.weight are different tensors"):
+    decoder, embedding = "cls.predictions.decoder", tensors["bert.embeddings.word_embeddings.weight"]
+    save_file({**tensors, f"{decoder}.weight": embedding + 1}, source / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"decoder\.weight and .*word_embeddings\.weight are different .* false in"
+    ):
+        load_checkpoint(source)
+    save_file({**tensors, f"{decoder}.bias": tensors["cls.predictions.bias"] + 1}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"decoder\.bias and cls\.predictions\.bias are different tensors, but"):
         load_checkpoint(source)
     edit_json(source / "config.json", lambda values: values.update(tie_word_embeddings=False))
-    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is false; a masked head is read whose matrix"):
+    with pytest.raises(
+        CheckpointError, match=r"is false and cls\.predictions\.decoder\.weight is missing; set the flag"
+    ):
         load_checkpoint(source)
+
+
+def test_a_bias_stored_once_is_the_outputs(sources: dict[str, Path], tmp_path: Path) -> None:
+    """transformers before 5 shared the two and stored one, of tied heads and of others."""
+    source = Path(shutil.copytree(sources["bert"], tmp_path / "bert"))
+    tensors = load_file(source / "model.safetensors")
+    bias, own = tensors["cls.predictions.bias"], "cls.predictions.decoder"
+    rest = {name: tensor for name, tensor in tensors.items() if name != "cls.predictions.bias"}
+    save_file({**rest, f"{own}.bias": bias}, source / "model.safetensors")
+    assert torch.equal(load_checkpoint(source).weights["masked_head.bias"], bias)
+    matrix = tensors["bert.embeddings.word_embeddings.weight"] + 1
+    save_file({**tensors, f"{own}.weight": matrix}, source / "model.safetensors")
+    edit_json(source / "config.json", lambda values: values.update(tie_word_embeddings=False))
+    untied = load_checkpoint(source)
+    assert torch.equal(untied.weights["masked_head.bias"], bias)
+    assert torch.equal(untied.weights["masked_head.weight"], matrix)
+    assert any("decoder.bias is not stored; cls.predictions.bias" in note for note in untied.notes)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from graphport.model_def.checkpoint import CheckpointError
 from graphport.model_def.gguf_file import read_gguf_file
-from graphport.model_def.gguf_tokenizer import PRE_TOKENIZERS, chat_template, tokenizer_json
+from graphport.model_def.gguf_pre_tokenizers import PRE_TOKENIZERS
+from graphport.model_def.gguf_tokenizer import chat_template, tokenizer_json
 
 CORPUS = (
     "The quick brown fox doesn't jump; it's 3.14159 of 2,048 dogs' I'LL SAY!",
@@ -37,9 +38,13 @@ CORPUS = (
     "\n",
     "a",
 )
-PRE_NAMES = ("smollm", "gpt-2", "qwen2", "llama-bpe", "smaug-bpe", "tekken", "gpt-4o", "command-r", "falcon", "olmo")
+PRE_NAMES = (
+    *("smollm", "gpt-2", "qwen2", "llama-bpe", "smaug-bpe", "tekken", "gpt-4o", "command-r", "falcon", "olmo"),
+    *("stablelm2", "deepseek-llm", "deepseek-coder", "viking", "seed-coder"),
+)
 OTHERS = {"smollm": "gpt-2", "qwen2": "llama-bpe", "gpt-4o": "tekken", "command-r": "smollm", "falcon": "olmo"}
-OTHERS |= {"olmo": "gpt-2", "tekken": "qwen2"}
+OTHERS |= {"olmo": "gpt-2", "tekken": "qwen2", "stablelm2": "llama-bpe", "deepseek-llm": "deepseek-coder"}
+OTHERS |= {"deepseek-coder": "smollm", "viking": "smollm", "seed-coder": "qwen2"}
 SPECIAL = (
     "<|begin|>user\nHi there<|end|>\n<|begin|>assistant\n",
     "no space<|end|>around 12<|end|>34  <|end|>  5",
@@ -48,6 +53,19 @@ SPECIAL = (
 )
 
 _GPT2_REGEX = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_LIKE_GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ASIAN = r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# as the models' own tokenizer.json have them; "cased" is said by categories, of which deepseek-llm's has not all
+_SPLITS = {
+    "deepseek-llm": (
+        *(r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+"),
+        r"\s?[!-/:-~！-／：-～‘-‟　-。]+",  # noqa: RUF001
+        *(r"\s+$", _ASIAN),
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN),
+    "viking": (r" ?[^(\s|[.,!?…。，、।۔،])]+",),  # noqa: RUF001
+    "seed-coder": (rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{_LIKE_GPT4}",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +128,7 @@ def _reference(trained: Tokenizer, pre: str) -> Tokenizer:
     merges = [tuple(pair) for pair in model["merges"]]
     if pre == "gpt-2":
         reference = GPT2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer
-    elif pre == "qwen2":
+    elif pre in ("qwen2", "stablelm2"):
         reference = Qwen2Tokenizer(
             vocab=vocab, merges=merges, eos_token="<|end|>", pad_token="<|end|>"
         ).backend_tokenizer
@@ -123,6 +141,10 @@ def _reference(trained: Tokenizer, pre: str) -> Tokenizer:
         split, marks = pre_tokenizers.Split(triples, behavior="isolated"), pre_tokenizers.Punctuation("contiguous")
         digits, falcon = [pre_tokenizers.Digits(True), byte_level], [marks, byte_level, pre_tokenizers.Digits(), split]
         sequence = {"smollm": digits, "command-r": digits, "falcon": falcon, "olmo": [byte_level]}.get(pre)
+        if pre in _SPLITS:
+            cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in _SPLITS[pre]]
+            plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            sequence = [*cuts, *([] if pre == "seed-coder" else [pre_tokenizers.Digits(True)]), plain]
         reference.pre_tokenizer = pre_tokenizers.Sequence(sequence) if sequence else _split_like(patterns[pre])
         reference.normalizer = normalizers.NFC() if pre in ("command-r", "olmo") else reference.normalizer
     reference.post_processor = None
@@ -156,15 +178,28 @@ def _cut(pieces: list[str], pattern: str) -> list[str]:
     return [piece for piece in cut if piece]
 
 
-@pytest.mark.parametrize("pre", ["default", None])
-def test_default_cuts_as_llama_cpp_does(pre: str | None, trained: Tokenizer) -> None:
-    model = _model(trained)
-    plain = Tokenizer(models.BPE(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]]))
+_DEFAULT_CUTS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", "[0-9][0-9][0-9]")
+_CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_YOUTU_CUTS = (
+    r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|[一-龥぀-ゟ゠-ヿ]+",  # noqa: RUF001
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CASES}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CASES}"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+@pytest.mark.parametrize(("pre", "cuts"), [("default", _DEFAULT_CUTS), (None, _DEFAULT_CUTS), ("youtu", _YOUTU_CUTS)])
+def test_what_no_tokenizer_json_defines_is_cut_as_llama_cpp_does(
+    pre: str | None, cuts: tuple[str, ...], trained: Tokenizer
+) -> None:
+    model, merges = _model(trained), [tuple(pair) for pair in _model(trained)["merges"]]
+    plain = Tokenizer(models.BPE(vocab=model["vocab"], merges=merges, ignore_merges=pre == "youtu"))
+
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     mine = _read(_metadata(trained, pre))
     for text in CORPUS:
         pieces = [text]
-        for pattern in (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", "[0-9][0-9][0-9]"):
+        for pattern in cuts:
             pieces = _cut(pieces, pattern)
         assert mine.encode(text).ids == [number for piece in pieces for number in plain.encode(piece).ids], text
 

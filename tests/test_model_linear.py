@@ -192,8 +192,8 @@ def test_ids_and_states_that_do_not_fit_are_refused(bundle: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["generate", "x"], "a recurrent decoder, whose states no KV cache holds; use load and step"),
-        (["embed", "x"], "is a decoder, which embeds no text; use step"),
+        (["generate", "x"], "a recurrent decoder, whose states no KV cache holds; use load, and generate"),
+        (["embed", "x"], "is a recurrent decoder, which embeds no text; use generate"),
         (["verify", "--invariance"], "leave --invariance out"),
         (["report", "--times", "--html", "page.html"], "of which no times are taken; leave --times out"),
         (["diff", str(EXAMPLE.parent / "linear_attention.py:decoder")], "has no KV cache, over which diff steps"),

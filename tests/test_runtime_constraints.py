@@ -155,6 +155,8 @@ def test_the_end_id_is_allowed_even_where_it_is_ignored(model: LanguageModel) ->
         ({"regex": "a("}, "regex cannot be followed: .*unclosed group"),
         ({"regex": "(?=a)b"}, "regex cannot be followed: .*look-around"),
         ({"grammar": "start: foo"}, 'grammar cannot be followed: .*unknown name: "foo"'),
+        ({"grammar": "start: start"}, "grammar cannot be followed: no text completes it, as its rules name each other"),
+        ({"grammar": "start: a\na: b\nb: a"}, "grammar cannot be followed: no text completes it"),
         ({"grammar": "hello"}, "grammar cannot be followed: .*Expected token"),
     ],
 )

@@ -145,7 +145,7 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path], tmp_path: P
         opened.encode(["a"])
     with pytest.raises(ValueError, match=r"prefill_chunk and cuda_graphs cannot be heeded: .* is an encoder"):
         load(bundles["fp32"], prefill_chunk=3, cuda_graphs=True)
-    with pytest.raises(ValueError, match="is an encoder, which continues no text; use encode or embed"):
+    with pytest.raises(ValueError, match="is an encoder, which continues no text; use load, and encode"):
         load_language_model(bundles["fp32"])
     export(tiny_model(decoder(block())), tmp_path / "decoder", precision="fp32", verify=False)
     with pytest.raises(ValueError, match="is a decoder, which embeds no text; use generate"):
@@ -164,6 +164,20 @@ def test_b99_what_a_bundle_lacks_is_filled_or_said(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="text 0 is a str, and this bundle has no tokenizer"):
             encoder.hidden_states(["a"])
         assert encoder.hidden_states([[1, 2]])[0].shape == (2, 40)
+
+
+def test_switches_are_true_or_false(encoder: Encoder, bundles: dict[str, Path], tmp_path: Path) -> None:
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match=r"normalize must be True or False; got 'x' \(str\)"):
+        encoder.encode(TEXTS, normalize=wrong)
+    with pytest.raises(TypeError, match=r"truncate must be True or False; got 'x' \(str\)"):
+        encoder.hidden_states(TEXTS, truncate=wrong)
+    for name in ("strict", "tuned", "spinning", "prepared"):
+        with pytest.raises(TypeError, match=rf"{name} must be True or False; got 'x' \(str\)"):
+            load(bundles["fp32"], **{name: wrong})
+    for name in ("verify", "require_exact", "force"):
+        with pytest.raises(TypeError, match=rf"{name} must be True or False; got None \(NoneType\)"):
+            export("nowhere", tmp_path / "out", **{name: None})
 
 
 def test_an_overflowing_model_is_reported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ One bundle; the reference is transformers' feature extractor and `generate`.
 
 import dataclasses
 import json
+import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,7 @@ def test_old_checkpoints_say_language_and_task_by_place() -> None:
         ((np.zeros((2, 900), np.float32), RATE), {}, r"prompt 0 is an array \[2, 900\]; samples are \[n\] or"),
         ((SOUND, 0), {}, "prompt 0 has the sampling rate 0; it must lie in 1000"),
         ("nowhere.wav", {}, "prompt 0: no file at 'nowhere.wav'"),
+        (str(Path(__file__).parent), {}, "prompt 0: .* is a folder; give the path of a WAV or FLAC file"),
         (__file__, {}, "cannot be read as a recording"),
         (SOUND, {}, r"prompt 0 is an array of float32 \[9000\]; features are float32 \[80, 100\]"),
         (np.full((MEL_BINS, 2 * POSITIONS), np.inf, np.float32), {}, "prompt 0 holds features that are not finite"),
@@ -212,6 +214,33 @@ def test_bad_input_is_refused_in_one_line(
 def test_what_is_no_recording_is_refused(lm: LanguageModel, prompt: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         lm.generate([prompt], GREEDY)
+
+
+def _wav(path: Path, *, counted: int) -> Path:
+    """SOUND as 16-bit samples, whose header counts `counted` bytes of them."""
+    samples = (SOUND * 32767).astype("<i2").tobytes()
+    form = struct.pack("<IHHIIHH", 16, 1, 1, RATE, 2 * RATE, 2, 16)
+    head = b"RIFF" + struct.pack("<I", min(36 + counted, 2**32 - 1)) + b"WAVEfmt " + form
+    path.write_bytes(head + b"data" + struct.pack("<I", counted) + samples)
+    return path
+
+
+def test_a_torn_recording_is_refused_with_both_numbers(lm: LanguageModel, tmp_path: Path) -> None:
+    whole = lm.generate([_wav(tmp_path / "whole.wav", counted=2 * len(SOUND))], GREEDY)
+    torn = _wav(tmp_path / "torn.wav", counted=20 * len(SOUND))
+    counts = f"counts {20 * len(SOUND)} bytes of samples, {2 * len(SOUND)} are there; copy it again"
+    with pytest.raises(ValueError, match=rf"prompt 0: .*torn\.wav' is torn: its header {counts}"):
+        lm.generate([torn], GREEDY)
+    streamed = _wav(tmp_path / "streamed.wav", counted=2**32 - 1)  # as ffmpeg writes into a pipe
+    assert lm.generate([streamed], GREEDY) == whole
+    soundfile.write(tmp_path / "cut.aiff", SOUND, RATE)
+    (tmp_path / "cut.aiff").write_bytes((tmp_path / "cut.aiff").read_bytes()[:-5000])
+    with pytest.raises(ValueError, match=r"cut\.aiff' is torn: its header counts \d+ bytes of samples, \d+ are there"):
+        lm.generate([tmp_path / "cut.aiff"], GREEDY)
+    soundfile.write(tmp_path / "cut.flac", SOUND, RATE)
+    (tmp_path / "cut.flac").write_bytes((tmp_path / "cut.flac").read_bytes()[:-5000])
+    with pytest.raises(ValueError, match=r"cut\.flac' cannot be read as a recording"):
+        lm.generate([tmp_path / "cut.flac"], GREEDY)
 
 
 @pytest.mark.parametrize("module", ["soundfile", "soxr", "kaldi_native_fbank"])

@@ -165,6 +165,11 @@ def test_pictures_that_cannot_be_read_are_refused(
         clip.encode_images([closed])
     with pytest.raises(ValueError, match="image 1 has no pixel: its size is 0 x 5"):
         clip.encode_images([_picture(40, 40), Image.new("RGB", (0, 5))])
+    for large in (Image.new("1", (8_000, 8_001)), tmp_path / "large.png"):
+        if isinstance(large, Path):
+            Image.new("1", (100_000, 1_000)).save(large)
+        with pytest.raises(ValueError, match=r"image 0 has \d+ x \d+ pixels, more than 64,000,000; make it smaller"):
+            clip.encode_images([large])
     with load_image_encoder(bundles["siglip no head"]) as other:
         with pytest.raises(ValueError, match=r"exported without preprocessor_config\.json"):
             other.encode_images([_picture(32, 32)]) if other.image.readout else other.hidden_states([_picture(32, 32)])
@@ -195,6 +200,13 @@ def test_images_that_cannot_be_encoded_are_refused(
         clip.encode_images(images)
 
 
+def test_switches_are_true_or_false(clip: ImageEncoder, bundles: dict[str, Path]) -> None:
+    with pytest.raises(TypeError, match=r"normalize must be True or False; got 'x' \(str\)"):
+        clip.encode_images(make_pixels(1, 32, 32).numpy(), normalize="x")  # type: ignore[arg-type]  # what may be passed
+    with pytest.raises(TypeError, match=r"strict must be True or False; got 1 \(int\)"):
+        load(bundles["clip vision projection"], strict=1)  # type: ignore[arg-type]  # as above
+
+
 def test_no_image_gives_no_vector_and_threads_share_an_encoder(clip: ImageEncoder) -> None:
     assert clip.encode_images([]).shape == (0, 20)
     pixels = make_pixels(5, 32, 32).numpy()
@@ -218,7 +230,7 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path]) -> None:
         load(bundles["clip vision projection"], draft="x")
     with pytest.raises(ValueError, match="cuda_graphs cannot be heeded"):
         load(bundles["clip vision projection"], cuda_graphs="always")  # type: ignore[arg-type]  # what a caller may pass
-    with pytest.raises(ValueError, match="is an image encoder, which continues no text; use load and encode_images"):
+    with pytest.raises(ValueError, match="is an image encoder, which continues no text; use load, and encode_images"):
         load_language_model(bundles["clip vision projection"])
 
 

@@ -185,13 +185,14 @@ def test_null_is_a_field_left_out_and_ignored_fields_are_told(server: TinyServer
         (b'{"model": "tiny", "prompt": "\xff"}', "no UTF-8"),
         (b"[]", "must be a JSON object"),
         (b'{"prompt": NaN}', "NaN is no JSON number"),
-        (b'{"x": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "x holds a whole number of more than 640 digits"),
+        (b'{"y": {"x": [[1, ' + b"9" * 641 + b"]]}}", "x holds a whole number of more than 640 digits"),
         (b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested more than 64"),
         (b'{"x": ' + b"[" * 70 + b"]" * 70 + b"}", "nested more than 64"),
         (b"\xef\xbb\xbf{}", "no JSON"),
         (b'{"n": 1, "x": [{"y": 1, "z": 2, "y": 1}]}', "the field 'y' twice"),
     ],
-    ids=["empty", "cut", "utf-8", "list", "nan", "digits", "very deep", "deep", "mark", "twice"],
+    ids=["empty", "cut", "utf-8", "list", "nan", "digits", "digits in lists", "very deep", "deep", "mark", "twice"],
 )
 def test_a_bad_body_is_refused(raw: bytes, why: str, server: TinyServer) -> None:
     reply = server.ask(CHATS, raw=raw)

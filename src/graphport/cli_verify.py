@@ -16,7 +16,7 @@ from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
 from graphport.model_def.towers import bundles_in
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from graphport.model_def.certificate import Certificate, Check
 
@@ -41,6 +41,8 @@ def verify(
 ) -> None:
     """Re-run the bundle's certificate on this machine; exit status 1 when a check fails."""
     folders = bundles_in(bundle)
+    if invariance:
+        _require_invariant(folders)
     from graphport.runtime.verification import verify as run
     from graphport.runtime.verification import write_certificate
 
@@ -75,6 +77,17 @@ def verify(
         raise typer.Exit(1)
 
 
+def _require_invariant(folders: "Mapping[str, Path]") -> None:
+    """Raise BadParameter for a kind whose invariance is not checked, before anything runs."""
+    from graphport.runtime.bundle_files import open_bundle
+
+    for folder in folders.values():
+        if open_bundle(folder).manifest.kind == "recurrent_decoder":
+            raise typer.BadParameter(
+                f"{folder} is a recurrent decoder, of which no invariance is checked; leave --invariance out"
+            )
+
+
 def _check_invariance(
     bundle: Path, certificate: "Certificate", device: Device, progress: "Callable[[str], None]"
 ) -> "tuple[Check, ...]":
@@ -86,8 +99,6 @@ def _check_invariance(
     from graphport.runtime.source_invariance import check_source_invariance
 
     opened = open_bundle(bundle)
-    if opened.manifest.kind == "recurrent_decoder":
-        raise typer.BadParameter(f"{bundle} is a recurrent decoder, whose caller batches; leave --invariance out")
     if opened.manifest.kind == "decoder":
         return check_invariance(opened, text_of(certificate), device=device, observe=progress)
     if isinstance(certificate.inputs, SourceInputs):
