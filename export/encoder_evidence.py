@@ -23,6 +23,7 @@ from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.compact_rows import CompactRows
+from graphport.model_def.conditioning import Conditioning
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder_runs import outputs_of, reference_rows
 from graphport.model_def.played_runs import Evidence, References
@@ -80,6 +81,10 @@ class EncoderEvidence:
         """What the eager module gives, in compact form."""
         values = zip(outputs_of(self._config), [part for part in self._states if part is not None], strict=True)
         return {output: reference_rows(rows, seed=self._seed) for output, rows in values}
+
+    def conditioning(self, *, measure: bool = False) -> Conditioning | None:  # noqa: ARG002 - of every kind's evidence
+        """None: limits of encoders are relative to the largest state."""
+        return None
 
     def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
         """What a bundle of the plan's precision is held to: every row in float32, else what is read out of the rows."""

@@ -45,6 +45,20 @@ def _cpu_limit(header: GraphHeader, cache_dtype: DType | None) -> str | None:
     return None
 
 
+def float_products_limit(header: GraphHeader) -> str | None:
+    """Why no product of the graph could have float32 activations on the CPU for rounded ones; None when one could."""
+    products = header.nodes_of(_PRODUCT)
+    rounded = {node.integers["bits"] for node in products if node.integers.get("accuracy_level") == _INT8_ACTIVATIONS}
+    if not products:
+        return "its matrices are not quantised, so its products are floats already"
+    if not rounded:
+        return "its products have activations as they are already (accuracy_level 0)"
+    if rounded.issubset(_SLOW_BITS):
+        bits = " and ".join(map(str, sorted(rounded)))
+        return f"its matrices have {bits} bits, and the CPU's product with float activations is for 4"
+    return None
+
+
 def has_int8_activations(header: GraphHeader) -> bool:
     """Whether a product of the graph rounds its activations to 8 bits on the CPU."""
     products = header.nodes_of("MatMulNBits")
