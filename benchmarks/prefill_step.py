@@ -21,7 +21,7 @@ from step_runs import Work, decoding, prompt
 from step_times import Variant, compiled, run, served_graph
 
 from graphport.model_def.signature import BARE_GRAPH_FILE, GRAPH_FILE
-from graphport.runtime.memory_plan import PREFILL_CHUNKS
+from graphport.runtime.prefill_products import PREFILL_CHUNKS
 
 PROMPTS, ROWS = (32, 512, 2048), (1, 8, 16)
 CACHED = 64  # tokens before a decode step
