@@ -21,10 +21,10 @@ from graphport.export.source import SourceModel, open_source
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.traced_models import TracedEager, TracedGraph, TracedModel
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.signature import MANIFEST_FILE, TOKENIZER_FILE, decoder_signature, read_manifest
-from graphport.model_def.transformer import CachedDecoder
 
 STAGES = ("eager", "exported", "compiled")
 # Largest relative error that is none, by what the coarser side rounds.

@@ -21,6 +21,7 @@ from graphport.export.image_feed import ImageFeed
 from graphport.export.recurrent_feed import RecurrentFeed
 from graphport.export.text_feed import TextFeed
 from graphport.export.window_caches import window_layers
+from graphport.model_def.cached_decoder import CachedDecoder, check_can_decode
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.compact_rows import CompactRows
@@ -32,7 +33,7 @@ from graphport.model_def.recurrent_decoder import RecurrentDecoder, check_can_re
 from graphport.model_def.recurrent_signature import recurrent_signature
 from graphport.model_def.signature import Kind, Signature, decoder_signature, encoder_signature, image_signature
 from graphport.model_def.source_encoder import check_can_translate
-from graphport.model_def.transformer import CachedDecoder, Transformer, check_can_decode
+from graphport.model_def.transformer import Transformer
 from graphport.model_def.vision import ImageEncoder, check_can_encode_images
 
 

@@ -26,6 +26,7 @@ from graphport.export.graph_sites import (
     value_site,
 )
 from graphport.export.targets import TargetError
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import (
     GRAPH_FILE,
@@ -40,7 +41,7 @@ from graphport.model_def.signature import (
     present_value,
     unmoved_windows,
 )
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 Values = dict[str, NDArray[np.float32]]
 

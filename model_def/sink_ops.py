@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from graphport.model_def.ops import attend, check_room, join_heads, past_lengths, split_heads, write_cache
+from graphport.model_def.cache_rows import check_room, past_lengths, write_cache
+from graphport.model_def.ops import attend, join_heads, split_heads
 from graphport.model_def.positions import rotate
 
 

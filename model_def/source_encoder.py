@@ -10,12 +10,13 @@ from typing import cast
 
 from torch import Tensor, float32, nn
 
+from graphport.model_def.cached_decoder import check_can_decode
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.cross_attention import CrossAttention
 from graphport.model_def.encoder import Encoder, check_can_encode
 from graphport.model_def.image_ops import row_lengths
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.transformer import Transformer, check_can_decode
+from graphport.model_def.transformer import Transformer
 
 
 class SourceEncoder(nn.Module):

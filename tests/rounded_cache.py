@@ -21,9 +21,11 @@ from onnx import numpy_helper
 from torch import Tensor
 
 from graphport.export.graph_runner import GraphRunner
-from graphport.model_def.ops import attend, join_heads, past_lengths, split_heads
+from graphport.model_def.cache_rows import past_lengths
+from graphport.model_def.cached_decoder import CachedDecoder
+from graphport.model_def.ops import attend, join_heads, split_heads
 from graphport.model_def.positions import rotate
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 LEVELS = {"int8": (-128.0, 127.0), "int4": (-8.0, 7.0)}
 LONGEST_SHORT_STEP = 8  # tokens of a step that reads its own rows rounded; longer ones read them as they are

@@ -18,6 +18,7 @@ from graphport.export.graph_pass import CompilePlan
 from graphport.export.pipeline import compile_graph, count_fusions, expected_fusions
 from graphport.export.targets import CPU, CUDA
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.signature import (
     GREEDY_IDS,
     LOG_TOTAL,
@@ -29,7 +30,6 @@ from graphport.model_def.signature import (
     TOP_LOGITS,
     decoder_signature,
 )
-from graphport.model_def.transformer import CachedDecoder
 
 TOLERANCE = TOLERANCES["log probability", "float32"]
 VOCAB = 5000

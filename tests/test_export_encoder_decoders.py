@@ -43,10 +43,11 @@ from graphport.export.source_runner import SourceRunner
 from graphport.export.targets import CPU, CUDA, TargetError
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.export.verify import fresh_certificate
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.checkpoint import load_checkpoint
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.signature import ENCODER_GRAPH_FILE, ENCODER_WEIGHTS_FILE, GRAPH_FILE, decoder_signature
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.graph_checks import SHAPE_OPS
 from graphport.runtime.verification import verify

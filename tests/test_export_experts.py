@@ -20,12 +20,13 @@ from graphport.export.pipeline import FusionError, compile_graph, count_fusions
 from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.expert_ops import mixture_of_experts
 from graphport.model_def.position_config import ConfigError
 from graphport.model_def.signature import GRAPH_FILE, decoder_signature
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 from graphport.runtime import SamplingParams, load
 
 LENGTH = 24

@@ -10,12 +10,12 @@ from tiny_models import block, decoder, tiny_model, token_ids
 
 from graphport.export.model_export import export
 from graphport.model_def.block_config import AttentionConfig
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.expert_choice import choose_experts
 from graphport.model_def.expert_config import ExpertsConfig, RouterConfig
 from graphport.model_def.latent_config import LatentConfig
 from graphport.model_def.position_config import ConfigError, RotaryPosition
-from graphport.model_def.transformer import CachedDecoder
 from graphport.runtime import SamplingParams, load
 
 LENGTH = 24

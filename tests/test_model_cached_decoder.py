@@ -19,9 +19,10 @@ from tiny_models import (
 )
 from torch import Tensor
 
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 CONFIGS = tiny_configs()
 ENCODERS = tiny_encoder_configs()

@@ -27,12 +27,13 @@ from tiny_encoder_decoders import (
 )
 
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.config import ConfigError, TransformerConfig
 from graphport.model_def.position_config import SinusoidalPosition
 from graphport.model_def.positions import causal_buckets, sinusoidal_table
 from graphport.model_def.source_encoder import SourceEncoder
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 IDS = [START, *source_ids(20, seed=1)]
 

@@ -11,12 +11,12 @@ from tiny_models import HEAD_DIM, HEADS, attention, block, decoder, tiny_model, 
 
 from graphport.cli import main
 from graphport.export import export
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.linear_attention import LinearState, empty_state, linear_attention
 from graphport.model_def.position_config import ConfigError, LearnedPosition, RelativeBias, RotaryPosition
 from graphport.model_def.recurrent_decoder import RecurrentDecoder
 from graphport.model_def.recurrent_signature import recurrent_signature
-from graphport.model_def.transformer import CachedDecoder
 from graphport.runtime import RecurrentModel, load
 from graphport.runtime import recurrent_model as served
 from graphport.runtime.encoder_session import EncoderSession

@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as glm_rotation
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as neox_rotation
 
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.position_config import (
     ConfigError,
     DynamicScaling,
@@ -27,7 +28,7 @@ from graphport.model_def.position_config import (
     YarnScaling,
 )
 from graphport.model_def.positions import rotary_frequencies, rotary_tables, rotate, sinusoidal_table
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 SWITCH = 16  # original positions of every scaling here
 LENGTHS = (1, SWITCH - 1, SWITCH, SWITCH + 1, 40, 128)

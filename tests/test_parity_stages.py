@@ -22,8 +22,9 @@ from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import quantize_blocks
 from graphport.export.targets import CPU, CUDA
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.signature import GRAPH_FILE, decoder_signature
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 from graphport.runtime import SamplingParams, load
 from graphport.runtime.graph_checks import SHAPE_OPS
 

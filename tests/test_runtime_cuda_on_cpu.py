@@ -18,8 +18,8 @@ from graphport.export.error_feedback import round_with_feedback
 from graphport.export.model_export import export
 from graphport.export.quantize import BlockQuantized
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.signature import decoder_signature
-from graphport.model_def.transformer import CachedDecoder
 from graphport.runtime import LanguageModel, SamplingParams, load
 from graphport.runtime.device import DeviceError
 

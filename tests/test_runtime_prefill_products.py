@@ -20,8 +20,8 @@ import graphport.export.model_export as export_module
 from graphport.cli import main
 from graphport.export.model_export import export
 from graphport.export.torch_to_onnx import torch_to_onnx
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.signature import decoder_signature
-from graphport.model_def.transformer import CachedDecoder
 from graphport.runtime import (
     GenerationOutput,
     LanguageModel,

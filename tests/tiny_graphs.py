@@ -24,10 +24,11 @@ from graphport.export.pipeline import compile_graph
 from graphport.export.targets import CPU, Target
 from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
+from graphport.model_def.cached_decoder import CachedDecoder
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.position_config import LearnedPosition, RotaryPosition, SinusoidalPosition
 from graphport.model_def.signature import GRAPH_FILE, DType, Signature, TensorSpec, decoder_signature
-from graphport.model_def.transformer import CachedDecoder, Transformer
+from graphport.model_def.transformer import Transformer
 
 CAPACITY = 40
 MAX_LENGTH = 64
