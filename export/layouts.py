@@ -149,16 +149,17 @@ class _Adapter:
             self._replace_input(LOGITS_ROWS, self._every_row(ids))
         self._graph.inputs.insert(1, mask)
         for index, output in enumerate(list(self._graph.outputs)):
-            shaped = self._as_texts(output, ids) if has_rows and output.name == LOGITS else output
+            shaped = self._as_texts(output, ids, every_row=True) if has_rows and output.name == LOGITS else output
             name = {HIDDEN_STATES: LAST_HIDDEN_STATE}.get(str(output.name), str(output.name))
             self._give(index, name, shaped, mask)
 
-    def _as_texts(self, rows: ir.Value, ids: ir.Value) -> ir.Value:
-        """Logits [rows, vocab] of all tokens as [batch, sequence, vocab]."""
-        shape = self._end("Concat", [self._end("Shape", [ids]), self._integers(-1)], axis=0)
-        shaped = self._end("Reshape", [rows, shape])
+    def _as_texts(self, rows: ir.Value, ids: ir.Value, *, every_row: bool) -> ir.Value:
+        """Logits [rows, vocab] as [batch, rows a text, vocab]; `every_row`: a row a token of `ids`, else one a text."""
+        batch = self._end("Shape", [ids], start=0, end=1)
+        count = self._end("Shape", [ids], start=1, end=2) if every_row else self._integers(1)
+        shaped = self._end("Reshape", [rows, self._end("Concat", [batch, count, self._integers(-1)], axis=0)])
         vocab = rows.shape[1] if rows.shape is not None else None
-        shaped.shape = ir.Shape(("batch", "sequence", vocab))
+        shaped.shape = ir.Shape(("batch", "sequence" if every_row else 1, vocab))
         return shaped
 
     def _give(self, index: int, name: str, value: ir.Value, mask: ir.Value) -> None:
@@ -185,7 +186,9 @@ class _Adapter:
         for old, new in replaced.items():
             self._replace_input(old, new)
         self._graph.inputs.insert(1, mask)
-        self._shape_logits(ids, mask, every_row=every_row)
+        index = next(i for i, value in enumerate(self._graph.outputs) if value.name == LOGITS)
+        shaped = self._as_texts(self._graph.outputs[index], ids, every_row=every_row)
+        self._give(index, LOGITS, shaped, mask)
 
     def _every_row(self, ids: ir.Value) -> ir.Value:
         size = self._add("Size", [ids])
@@ -201,21 +204,6 @@ class _Adapter:
         batch = self._add("Squeeze", [self._add("Shape", [ids], start=0, end=1)])
         begins = self._add("Mul", [self._add("Range", [self._number(0), batch, self._number(1)]), new])
         return self._add("Add", [begins, place])
-
-    def _shape_logits(self, ids: ir.Value, mask: ir.Value, *, every_row: bool) -> None:
-        """[rows, vocab] as [batch, rows a text, vocab], NaN where the mask begins with a 0."""
-        index = next(i for i, value in enumerate(self._graph.outputs) if value.name == LOGITS)
-        flat = self._graph.outputs[index]
-        vocab = flat.shape[1] if flat.shape is not None else None
-        flat.name = f"{LOGITS}_rows"
-        batch = self._end("Shape", [ids], start=0, end=1)
-        count = self._end("Shape", [ids], start=1, end=2) if every_row else self._integers(1)
-        shape = self._end("Concat", [batch, count, self._integers(-1)], axis=0)
-        shaped = self._end("Reshape", [flat, shape])
-        logits = self._end("Where", [self._begins(mask, rank=3), shaped, self._nan()])
-        logits.name, logits.type = LOGITS, ir.TensorType(ir.DataType.FLOAT)
-        logits.shape = ir.Shape(("batch", "sequence" if every_row else 1, vocab))
-        self._graph.outputs[index] = logits
 
     def _begins(self, mask: ir.Value, *, rank: int) -> ir.Value:
         """Whether each row's mask begins with a 1 [batch, 1, ...]."""
