@@ -8,7 +8,7 @@ labels.
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from graphport.runtime.limits import checked_count
 from graphport.runtime.masked_tokens import FilledMask, best_tokens
 from graphport.runtime.open_encoder import (
     OpenEncoder,
+    OpeningOptions,
     checked_conditioning,
     label_probabilities,
     normalized,
@@ -78,33 +79,11 @@ class Encoder(OpenEncoder):
     Attributes besides those of `OpenEncoder`: `dimension` D, `tokenizer` (None if the bundle has none).
     """
 
-    def __init__(
-        self,
-        bundle: BundleFiles,
-        *,
-        device: DeviceWish = "auto",
-        device_id: int = 0,
-        provider_options: Mapping[str, OptionValue] | None = None,
-        max_batch: int = ENCODER_BATCH,
-        max_length: int | None = None,
-        threads: int | None = None,
-        stream: int | None = None,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, bundle: BundleFiles, **options: Unpack[OpeningOptions]) -> None:
         if bundle.manifest.kind != "encoder":
             what = KIND_WORDS[bundle.manifest.kind]
             raise ValueError(f"{bundle.folder} is {what}, which embeds no text; use {usual_use(bundle.manifest)}")
-        super().__init__(
-            bundle,
-            max_batch=max_batch,
-            device=device,
-            device_id=device_id,
-            provider_options=provider_options,
-            max_length=max_length,
-            threads=threads,
-            stream=stream,
-            strict=strict,
-        )
+        super().__init__(bundle, **options)
         self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
         pooling = self.manifest.config.pooling
         width = self.manifest.config.hidden_size

@@ -18,9 +18,9 @@ from graphport.model_def.seeded_conditions import seeded_conditions
 from graphport.model_def.seeded_images import seeded_images
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.device import DeviceWish, default_threads
-from graphport.runtime.encoder import Encoder
+from graphport.runtime.encoder import ENCODER_BATCH, Encoder
 from graphport.runtime.encoder_session import EncoderSession
-from graphport.runtime.image_encoder import ImageEncoder
+from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.session import checked_threads
 
@@ -108,9 +108,9 @@ class _Comparison:
     def _served(self, max_length: int) -> list[Output]:
         options: dict[str, Any] = {"device": self._device, "threads": self._threads, "max_length": max_length}
         if self._bundle.manifest.kind == "image_encoder":
-            with ImageEncoder(self._bundle, **options) as images:
+            with ImageEncoder(self._bundle, max_batch=IMAGE_BATCH, **options) as images:
                 return images.hidden_states(self._items)
-        with Encoder(self._bundle, **options) as encoder:
+        with Encoder(self._bundle, max_batch=ENCODER_BATCH, **options) as encoder:
             return encoder.hidden_states(self._items, conditioning=self._conditioning(self._items))
 
     def _num_tokens(self, item: Any) -> int:  # noqa: ANN401 - ids or pixels

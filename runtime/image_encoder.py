@@ -6,7 +6,7 @@ image before any runs. Legend: C channels, h, w pixels, S tokens, W hidden size,
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_session import EncoderSession
-from graphport.runtime.open_encoder import OpenEncoder, label_probabilities, normalized, require_finite
+from graphport.runtime.open_encoder import OpenEncoder, OpeningOptions, label_probabilities, normalized, require_finite
 from graphport.runtime.preprocessing import Pixels, picture_pixels, read_picture
 from graphport.runtime.usual_use import usual_use
 
@@ -64,36 +64,14 @@ class ImageEncoder(OpenEncoder):
     `dimension` D or W, `image`. `max_length` is in tokens.
     """
 
-    def __init__(
-        self,
-        bundle: BundleFiles,
-        *,
-        device: DeviceWish = "auto",
-        device_id: int = 0,
-        provider_options: Mapping[str, OptionValue] | None = None,
-        max_batch: int = IMAGE_BATCH,
-        max_length: int | None = None,
-        threads: int | None = None,
-        stream: int | None = None,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, bundle: BundleFiles, **options: Unpack[OpeningOptions]) -> None:
         image = bundle.manifest.config.image
         if image is None:
             what = KIND_WORDS[bundle.manifest.kind]
             raise ValueError(
                 f"{bundle.folder} is {what}, which reads no images; use load, and {usual_use(bundle.manifest)}"
             )
-        super().__init__(
-            bundle,
-            max_batch=max_batch,
-            device=device,
-            device_id=device_id,
-            provider_options=provider_options,
-            max_length=max_length,
-            threads=threads,
-            stream=stream,
-            strict=strict,
-        )
+        super().__init__(bundle, **options)
         self.image: ImageConfig = image
         width = self.manifest.config.hidden_size
         self.dimension = width if image.readout is None else image.readout.vector_width(width)

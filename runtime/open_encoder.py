@@ -5,7 +5,7 @@ rows mean, is said by `encoder.py` and `image_encoder.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, NotRequired, Self, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,19 @@ from graphport.runtime.session import checked_threads
 Rows = NDArray[np.float32]
 
 
+class OpeningOptions(TypedDict):
+    """The keyword arguments of an `OpenEncoder`; see `load_encoder`. What is left out is as there by default."""
+
+    max_batch: int
+    device: NotRequired[DeviceWish]
+    device_id: NotRequired[int]
+    provider_options: NotRequired[Mapping[str, OptionValue] | None]
+    max_length: NotRequired[int | None]
+    threads: NotRequired[int | None]
+    stream: NotRequired[int | None]
+    strict: NotRequired[bool]
+
+
 class OpenEncoder:
     """An open encoder. Methods may be called from several threads.
 
@@ -36,13 +49,13 @@ class OpenEncoder:
         bundle: BundleFiles,
         *,
         max_batch: int,
-        device: DeviceWish,
-        device_id: int,
-        provider_options: Mapping[str, OptionValue] | None,
-        max_length: int | None,
-        threads: int | None,
-        stream: int | None,
-        strict: bool,
+        device: DeviceWish = "auto",
+        device_id: int = 0,
+        provider_options: Mapping[str, OptionValue] | None = None,
+        max_length: int | None = None,
+        threads: int | None = None,
+        stream: int | None = None,
+        strict: bool = False,
     ) -> None:
         require_flags(strict=strict)
         self.manifest = bundle.manifest

@@ -4,7 +4,7 @@ In: prompts of any lengths; or ids of texts of one length and the state after th
 `LanguageModel`; or logits float32 and the state after them. Legend: B rows, S new tokens, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -12,12 +12,10 @@ from numpy.typing import NDArray
 
 from graphport.model_def.certified_inputs import Row
 from graphport.runtime.bundle_files import BundleFiles
-from graphport.runtime.cuda_options import OptionValue
-from graphport.runtime.device import DeviceWish
 from graphport.runtime.encoder_session import EncoderSession
 from graphport.runtime.generation_output import GenerationOutput, generation_output
 from graphport.runtime.intake import Intake, Prompt
-from graphport.runtime.open_encoder import OpenEncoder, require_finite
+from graphport.runtime.open_encoder import OpenEncoder, OpeningOptions, require_finite
 from graphport.runtime.recurrent_engine import RecurrentEngine
 from graphport.runtime.recurrent_steps import empty_tensors, run_step
 from graphport.runtime.request import Request
@@ -39,30 +37,8 @@ class RecurrentState(NamedTuple):
 class RecurrentModel(OpenEncoder):
     """An open recurrent decoder; attributes as of `OpenEncoder`, and `tokenizer`, None if the bundle has none."""
 
-    def __init__(
-        self,
-        bundle: BundleFiles,
-        *,
-        device: DeviceWish,
-        device_id: int,
-        provider_options: Mapping[str, OptionValue] | None,
-        max_batch: int,
-        max_length: int | None,
-        threads: int | None,
-        stream: int | None,
-        strict: bool,
-    ) -> None:
-        super().__init__(
-            bundle,
-            max_batch=max_batch,
-            device=device,
-            device_id=device_id,
-            provider_options=provider_options,
-            max_length=max_length,
-            threads=threads,
-            stream=stream,
-            strict=strict,
-        )
+    def __init__(self, bundle: BundleFiles, **options: Unpack[OpeningOptions]) -> None:
+        super().__init__(bundle, **options)
         self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
         self._intake = Intake(
             bundle.manifest,
