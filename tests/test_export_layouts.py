@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from parity import TOLERANCES as PARITY_TOLERANCES
 from test_masked_heads import save_masked
+from test_runtime_classifiers import LABELS, make_classifier
 from tiny_encoders import TEXTS, make_encoder, save_sentence_folder
 from tiny_models import tiny_configs, tiny_model
 from typer.testing import CliRunner
@@ -42,7 +43,10 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "pooled": save_sentence_folder(folder / "bert", make_encoder("bert")),
         "plain": folder / "roberta",
         "masked": save_masked(folder / "electra", "electra", tied=False),
+        "classifier": folder / "labels",
     }
+    labels = make_classifier("bert", "text", problem_type="multi_label_classification")
+    labels.save_pretrained(sources["classifier"])
     make_encoder("roberta").save_pretrained(sources["plain"])
     wanted = {"precision": "fp32", "context": 32, "layouts": ("optimum",)}
     return {kind: export(source, folder / kind, **wanted).path for kind, source in sources.items()}
@@ -150,7 +154,7 @@ def test_an_encoders_graph_takes_a_mask_and_gives_its_states(encoders: dict[str,
         model = ir.load(folder / OPTIMUM.graph_file)
         names = [value.name for value in model.graph.inputs]
         assert names == [INPUT_IDS, ATTENTION_MASK, *([] if kind == "plain" else ["token_type_ids"])]
-        others = {"pooled": ["embeddings"], "plain": ["embeddings"], "masked": ["logits"]}[kind]
+        others = ["logits"] if kind in ("masked", "classifier") else ["embeddings"]
         assert [value.name for value in model.graph.outputs] == ["last_hidden_state", *others]
         checks = json.loads((folder / "certificate.json").read_text(encoding="utf-8"))["checks"]
         (found,) = [
@@ -159,6 +163,14 @@ def test_an_encoders_graph_takes_a_mask_and_gives_its_states(encoders: dict[str,
         assert found["measured"] == found["tolerance"] == 0
         assert json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "bert"
         assert not (folder / "generation_config.json").exists()
+
+
+def test_a_classifiers_settings_name_its_labels(encoders: dict[str, Path]) -> None:
+    config = json.loads((encoders["classifier"] / "config.json").read_text(encoding="utf-8"))
+    assert config["problem_type"] == "multi_label_classification"
+    assert config["id2label"] == {str(number): label for number, label in LABELS.items()}
+    assert config["label2id"] == {label: number for number, label in LABELS.items()}
+    assert "id2label" not in json.loads((encoders["pooled"] / "config.json").read_text(encoding="utf-8"))
 
 
 def test_an_encoders_graph_with_another_length_fails_its_check(encoders: dict[str, Path]) -> None:
