@@ -23,6 +23,7 @@ from graphport.model_def.position_config import (
     SinusoidalPosition,
     YarnScaling,
 )
+from graphport.model_def.readout_config import PoolingConfig, SimilarityConfig
 from graphport.model_def.transformer import parameter_shapes
 
 CONFIGS = tiny_configs() | tiny_encoder_configs()
@@ -258,3 +259,20 @@ def test_a_config_cannot_change_after_its_checks() -> None:
 def test_the_softmax_scale_is_stated_or_one_over_the_root_of_the_head_size() -> None:
     assert attention(head_dim=64, rotary=None).softmax_scale == 1 / 8
     assert attention(scale=0.11).softmax_scale == 0.11
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: PoolingConfig(kind="mean", ends_at=3), "ends_at says which token is the last; pooling is 'mean'"),
+        (lambda: PoolingConfig(bias=True), "a pooling bias needs the linear layer"),
+        (lambda: PoolingConfig(width=0), "pooling width must be"),
+        (lambda: SimilarityConfig(scale=-1.0), "similarity scale must be a positive number"),
+        (lambda: SimilarityConfig(scale=1.0, bias=None), "similarity bias must be a finite number, got None"),
+        (lambda: SimilarityConfig(scale=1.0, bias=float("nan")), "similarity bias must be a finite number, got nan"),
+        (lambda: SimilarityConfig(scale=1.0, multi_label="no"), "similarity multi_label must be true or false"),
+    ],
+)
+def test_readouts_that_contradict_themselves_are_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        make()

@@ -32,7 +32,6 @@ from graphport.export.torch_to_onnx import torch_to_onnx
 from graphport.model_def.checkpoint import CheckpointError, load_checkpoint
 from graphport.model_def.encoder import Encoder
 from graphport.model_def.position_config import ConfigError
-from graphport.model_def.readout_config import PoolingConfig, SimilarityConfig
 from graphport.model_def.signature import GRAPH_FILE, ManifestError, Signature, encoder_signature
 from graphport.runtime import DualEncoder, load, load_dual_encoder, load_encoder
 from graphport.runtime.graph_checks import SHAPE_OPS
@@ -326,23 +325,6 @@ def test_a_folder_whose_towers_cannot_be_compared_is_refused(
     assert text is not None
     with pytest.raises(ConfigError, match="filled up to 40 tokens, as the model was trained; max_length is 8"):
         Encoder(text.model, max_length=8)
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: PoolingConfig(kind="mean", ends_at=3), "ends_at says which token is the last; pooling is 'mean'"),
-        (lambda: PoolingConfig(bias=True), "a pooling bias needs the linear layer"),
-        (lambda: PoolingConfig(width=0), "pooling width must be"),
-        (lambda: SimilarityConfig(scale=-1.0), "similarity scale must be a positive number"),
-        (lambda: SimilarityConfig(scale=1.0, bias=None), "similarity bias must be a finite number, got None"),
-        (lambda: SimilarityConfig(scale=1.0, bias=float("nan")), "similarity bias must be a finite number, got nan"),
-        (lambda: SimilarityConfig(scale=1.0, multi_label="no"), "similarity multi_label must be true or false"),
-    ],
-)
-def test_readouts_that_contradict_themselves_are_refused(make: Any, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        make()
 
 
 def test_a_causal_stack_pools_only_without_a_vocabulary_head(opened: dict[str, SourceModel]) -> None:
