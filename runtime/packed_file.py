@@ -20,6 +20,7 @@ from graphport.runtime.graph_file import (
     raw_fields,
     read_graph_header,
 )
+from graphport.runtime.protobuf_fields import bytes_field
 
 ALIGNMENT = 64  # bytes: MLAS aligns what it packs to 64 at most
 
@@ -61,9 +62,9 @@ def _moved(data: bytes, kind: str, moved: Mapping[int, int]) -> bytes:
         if field.payload is None:
             out += field.raw
         elif kind == "tensor" and field.number == TENSOR_ENTRY:
-            out += _bytes_field(field.number, _moved_entry(field.payload, moved))
+            out += bytes_field(field.number, _moved_entry(field.payload, moved))
         elif child in MESSAGES:
-            out += _bytes_field(field.number, _moved(field.payload, child, moved))
+            out += bytes_field(field.number, _moved(field.payload, child, moved))
         else:
             out += field.raw
     return bytes(out)
@@ -78,22 +79,9 @@ def _moved_entry(entry: bytes, moved: Mapping[int, int]) -> bytes:
     elif key.startswith(PACKED):
         name, *parts = value.split("|")
         value = "|".join([name, *(_moved_part(part, moved) for part in parts)])
-    return _bytes_field(ENTRY_KEY, key.encode()) + _bytes_field(ENTRY_VALUE, value.encode())
+    return bytes_field(ENTRY_KEY, key.encode()) + bytes_field(ENTRY_VALUE, value.encode())
 
 
 def _moved_part(part: str, moved: Mapping[int, int]) -> str:
     offset, rest = part.split(";", maxsplit=1)
     return f"{moved[int(offset)]};{rest}"
-
-
-def _bytes_field(number: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)

@@ -1,7 +1,7 @@
 """One product with a 4-bit matrix as a graph of its own, to learn which kernel ONNX Runtime takes for it here.
 
 In: entries of a session's configuration. Out: whether they change what the product gives. The graph is written field by
-field (onnx.proto3: ModelProto, GraphProto, NodeProto, TensorProto), because the runtime does without the onnx package.
+field (onnx.proto3: ModelProto, GraphProto, NodeProto, TensorProto).
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
+
+from graphport.runtime.protobuf_fields import bytes_field, number_field
 
 _K, _N, _BLOCK = 64, 16, 32
 _FLOAT, _UINT8, _INT = 1, 2, 2  # two types of tensors, one of attributes
@@ -37,40 +39,25 @@ def _session(graph: bytes, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 -
 
 def _model(matrix: NDArray[np.uint8], scales: NDArray[np.float32]) -> bytes:
     attributes = {"K": _K, "N": _N, "bits": 4, "block_size": _BLOCK, "accuracy_level": 4}
-    node = b"".join(_bytes(1, name) for name in (b"a", b"b", b"scales")) + _bytes(2, b"y") + _bytes(4, b"MatMulNBits")
+    node = b"".join(bytes_field(1, name) for name in (b"a", b"b", b"scales"))
+    node += bytes_field(2, b"y") + bytes_field(4, b"MatMulNBits")
     for name, value in attributes.items():
-        node += _bytes(5, _bytes(1, name.encode()) + _number(3, value) + _number(20, _INT))
-    node += _bytes(7, b"com.microsoft")
-    graph = _bytes(1, node) + _bytes(2, b"probe")
-    graph += _bytes(5, _tensor(b"b", matrix, _UINT8)) + _bytes(5, _tensor(b"scales", scales, _FLOAT))
-    graph += _bytes(11, _value(b"a", _K)) + _bytes(12, _value(b"y", _N))
-    domains = _bytes(8, _bytes(1, b"") + _number(2, _OPSET)) + _bytes(8, _bytes(1, b"com.microsoft") + _number(2, 1))
-    return _number(1, _IR_VERSION) + _bytes(7, graph) + domains
+        node += bytes_field(5, bytes_field(1, name.encode()) + number_field(3, value) + number_field(20, _INT))
+    node += bytes_field(7, b"com.microsoft")
+    graph = bytes_field(1, node) + bytes_field(2, b"probe")
+    graph += bytes_field(5, _tensor(b"b", matrix, _UINT8)) + bytes_field(5, _tensor(b"scales", scales, _FLOAT))
+    graph += bytes_field(11, _value(b"a", _K)) + bytes_field(12, _value(b"y", _N))
+    opsets = ((b"", _OPSET), (b"com.microsoft", 1))
+    domains = [bytes_field(8, bytes_field(1, domain) + number_field(2, version)) for domain, version in opsets]
+    return number_field(1, _IR_VERSION) + bytes_field(7, graph) + b"".join(domains)
 
 
 def _tensor(name: bytes, values: NDArray[Any], element: int) -> bytes:
-    sizes = b"".join(_number(1, size) for size in values.shape)
-    return sizes + _number(2, element) + _bytes(8, name) + _bytes(9, values.tobytes())
+    sizes = b"".join(number_field(1, size) for size in values.shape)
+    return sizes + number_field(2, element) + bytes_field(8, name) + bytes_field(9, values.tobytes())
 
 
 def _value(name: bytes, width: int) -> bytes:
     """A float input or output [1, width]."""
-    shape = b"".join(_bytes(1, _number(1, size)) for size in (1, width))
-    return _bytes(1, name) + _bytes(2, _bytes(1, _number(1, _FLOAT) + _bytes(2, shape)))
-
-
-def _number(field: int, value: int) -> bytes:
-    return _varint(field << 3) + _varint(value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return _varint(field << 3 | 2) + _varint(len(value)) + value
-
-
-def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
-    parts = []
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*parts, value])
+    shape = b"".join(bytes_field(1, number_field(1, size)) for size in (1, width))
+    return bytes_field(1, name) + bytes_field(2, bytes_field(1, number_field(1, _FLOAT) + bytes_field(2, shape)))
