@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # One way to write each value, that of json.dumps: models that may write white space anywhere tend to loop in it.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# what llguidance calls NoExtensionBias, in words
+# what llguidance 1.9 calls NoExtensionBias, in words
 _DEAD_END = "no text completes it, as its rules name each other without an end"
 
 

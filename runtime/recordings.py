@@ -21,7 +21,7 @@ INSTALL = "pip install 'graphport[audio]'"
 _MOST_CHANNELS = 32
 _LOUDEST = 16.0  # 24 dB above what a file of whole numbers can hold: beyond it the samples have another scale
 _RATES = range(1_000, 768_001)
-# libsndfile's log on the chunk of samples: the bytes that the header has, and those that are there
+# libsndfile 1.2's log on the chunk of samples: the bytes that the header has, and those that are there
 _TORN = re.compile(r"^\s*(?:data|SSND)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
 _UNKNOWN_BYTES = 0x7FFF_F000  # from here on writers of streams mean that they did not know the length
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 class _TemplateSource(NamedTuple):
+    """A chat template that is not compiled yet: where it lies, its text, and the texts of the special tokens."""
+
     path: Path
     text: str
     special_tokens: dict[str, str] | None
