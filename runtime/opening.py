@@ -13,6 +13,7 @@ from typing import Any
 
 import onnxruntime
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_growth import FIRST_CAPACITY
@@ -30,7 +31,7 @@ from graphport.runtime.device import (
     open_inference_session,
 )
 from graphport.runtime.kernel_limits import kernel_limit
-from graphport.runtime.memory import MIB, free_memory, require_memory
+from graphport.runtime.memory import MIB, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
 from graphport.runtime.prefill_products import FLOAT_ENTRIES, FLOAT_STEP, require_float_products, require_heeded
