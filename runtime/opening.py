@@ -30,7 +30,7 @@ from graphport.runtime.device import (
     default_threads,
     open_inference_session,
 )
-from graphport.runtime.kernel_limits import kernel_limit
+from graphport.runtime.kernel_limits import kernel_limit, slow_products
 from graphport.runtime.memory import MIB, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
@@ -244,6 +244,8 @@ def _require_cpu_kernels(bundle: BundleFiles, reason: str) -> None:
             f"{bundle.folder} cannot run on the CPU: {limit}; export it for the CPU with "
             f"`graphport export SOURCE OUT --target cpu`, or run it on a GPU ({cuda})"
         )
+    if (slow := slow_products(bundle.header)) is not None:
+        _log.warning("%s: %s; export with --accuracy-level 4 for speed", bundle.folder, slow)
 
 
 def _checked_plan(
