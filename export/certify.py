@@ -4,7 +4,6 @@ In: the eager module and the graphs. Out: checks. Neighbours are compared, so th
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from graphport.export.guilty_pass import guilty_pass
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.plain_tokenizer import plain_tokenizer
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU
 from graphport.export.traced_models import TracedGraph
 from graphport.model_def.certificate import Check
@@ -97,26 +97,26 @@ def certify_stages(
     trace: Callable[[TracedGraph, CompilePlan], None] | None = None,
     loss: MeasuredLoss | None = None,
 ) -> tuple[Check, ...]:
-    """Check the exported graph and its fp32 compilation against eager; writes and removes both beside `folder`.
+    """Check the exported graph and its fp32 compilation against eager, in scratch folders.
 
     A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
     `trace` is shown the compilation while it is open. `loss`: what float32 loses on the rows of `reference`.
     """
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the exported graph")
-        checks = _check_exported(exported, plan, ids, reference, folder=Path(name), loss=loss)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        checks = _check_exported(exported, plan, ids, reference, folder=scratch, loss=loss)
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the fused graph")
-        graph = _open_fused(exported, plan, folder=Path(name))
+        graph = _open_fused(exported, plan, folder=scratch)
         checks += _check_fused(graph, plan, ids, reference, loss=loss)
         if trace is not None:
             trace(graph, plan)
     checks = _blamed(checks, exported, plan, ids, reference, beside=folder.parent)
     if not plan.precision.keeps_blocks:
         return checks
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the kept blocks")
-        return checks + _check_blocks(exported, plan, ids, reference, folder=Path(name), loss=loss)
+        return checks + _check_blocks(exported, plan, ids, reference, folder=scratch, loss=loss)
 
 
 def _blamed(
@@ -252,8 +252,8 @@ def calibrate_cache(
     That graph and not the module: smoothing changes the size of the values. Raises TargetError.
     """
     assert plan.cache is not None
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
-        caches = _fused_twin(exported, plan, Path(name)).caches(ids)
+    with scratch_folder(exported, beside=folder.parent) as scratch:
+        caches = _fused_twin(exported, plan, scratch).caches(ids)
     return cache_scales(caches, plan.config, plan.cache)
 
 
@@ -267,12 +267,12 @@ def certify_cache(exported: ir.Model, plan: CompilePlan, ids: Sequence[int], *, 
     assert cache is not None
     first = len(ids) // 2
     chunks = (first, *pieces(len(ids) - first))
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         if plan.target is CPU:
-            exact = _compiled(exported, dataclasses.replace(plan, cache=None), Path(name), optimize=True)
+            exact = _compiled(exported, dataclasses.replace(plan, cache=None), scratch, optimize=True)
             found = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True).logits(ids, chunks=chunks)
         else:
-            exact = _fused_twin(exported, plan, Path(name), optimize=True)
+            exact = _fused_twin(exported, plan, scratch, optimize=True)
             scales = [scale for pair in plan.cache_scales for scale in pair]
             found = exact.logits(ids, chunks=chunks, store=lambda i, rows: round_rows(rows, scales[i], cache))
         wanted = exact.logits(ids, chunks=chunks)

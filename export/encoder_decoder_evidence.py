@@ -6,7 +6,6 @@ runs. Neighbours are compared as in `certify.py`, so that a failure names its st
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from graphport.export.float_loss import MeasuredLoss, WideRows
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
+from graphport.export.scratch import scratch_folder
 from graphport.export.source_examples import example_texts, source_tensor
 from graphport.export.source_graph import compile_source, trace_source, write_source
 from graphport.export.source_runner import CachedPair, SourceRunner
@@ -101,23 +101,23 @@ class EncoderDecoderEvidence:
     def certify_stages(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
-        """Check the exported graphs and their fp32 compilation; writes and removes both under `folder`'s parent."""
+        """Check the exported graphs and their fp32 compilation; both are written to a scratch folder."""
         observe("running eager PyTorch")
         what = f"{len(self.sources)} padded sources, {len(self.inputs.ids)} tokens each"
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the exported graphs")
-            write_graph(exported, Path(name))
-            write_source(self.source, Path(name))
-            found = self._run(SourceRunner(Path(name), plan.config))
+            write_graph(exported, scratch)
+            write_source(self.source, scratch)
+            found = self._run(SourceRunner(scratch, plan.config))
             checks = (check("exported", "max_abs", what, compare(self.reference, found), loss=self._loss),)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the fused graphs")
             fp32 = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), accuracy_level=None)
             twin = exported.clone()
             compile_graph(twin, fp32)
-            write_graph(twin, Path(name))
-            write_source(compile_source(self.source, fp32)[0], Path(name))
-            runner = SourceRunner(Path(name), plan.config)
+            write_graph(twin, scratch)
+            write_source(compile_source(self.source, fp32)[0], scratch)
+            runner = SourceRunner(scratch, plan.config)
             whole, parts = self._run(runner), self._run(runner, chunks=self._pieces())
             return (
                 *checks,

@@ -4,7 +4,6 @@ In: the graph before the passes, or the one that ships, a text and eager PyTorch
 error. It runs only after a failure, on a few tokens, and judges nothing (see `certify.py`).
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import GraphRunner, parity_options
 from graphport.export.parity import TOLERANCES, Difference, compare
 from graphport.export.pipeline import OPTIONAL_PASSES, PASSES, run_pass
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU
 from graphport.model_def.signature import GRAPH_FILE
 
@@ -49,9 +49,9 @@ def guilty_pass(
     tolerance = TOLERANCES["compiled", "max_abs"] if tolerance is None else tolerance
 
     def error() -> float:
-        with tempfile.TemporaryDirectory(dir=beside, prefix=".pass.") as folder:
-            write_graph(graph, Path(folder))
-            runner = GraphRunner(Path(folder) / GRAPH_FILE, plan.config, portable=True)
+        with scratch_folder(graph, beside=beside) as folder:
+            write_graph(graph, folder)
+            runner = GraphRunner(folder / GRAPH_FILE, plan.config, portable=True)
             return compare(reference[: len(ids)], runner.logits(ids)).max_abs
 
     before = error()

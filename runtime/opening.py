@@ -13,6 +13,7 @@ from typing import Any
 
 import onnxruntime
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_growth import FIRST_CAPACITY
@@ -29,8 +30,8 @@ from graphport.runtime.device import (
     default_threads,
     open_inference_session,
 )
-from graphport.runtime.kernel_limits import kernel_limit
-from graphport.runtime.memory import MIB, free_memory, require_memory
+from graphport.runtime.kernel_limits import kernel_limit, slow_products
+from graphport.runtime.memory import MIB, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
 from graphport.runtime.prefill_products import FLOAT_ENTRIES, FLOAT_STEP, require_float_products, require_heeded
@@ -243,6 +244,8 @@ def _require_cpu_kernels(bundle: BundleFiles, reason: str) -> None:
             f"{bundle.folder} cannot run on the CPU: {limit}; export it for the CPU with "
             f"`graphport export SOURCE OUT --target cpu`, or run it on a GPU ({cuda})"
         )
+    if (slow := slow_products(bundle.header)) is not None:
+        _log.warning("%s: %s; export with --accuracy-level 4 for speed", bundle.folder, slow)
 
 
 def _checked_plan(

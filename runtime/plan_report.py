@@ -6,6 +6,7 @@ In: sizes of a model and limits of a run. Out: a `PlanReport`. It opens no sessi
 from dataclasses import dataclass
 
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import DType, decoder_signature, past_key, past_value
 from graphport.model_def.window_rows import rows_of
 from graphport.runtime.bundle_files import BundleFiles
@@ -13,7 +14,6 @@ from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.cuda_device import CudaError, device_memory
 from graphport.runtime.device import Device, PrefillProducts
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import free_memory
 from graphport.runtime.memory_plan import (
     MemoryPlan,
     ModelSizes,

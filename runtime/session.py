@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import DType, source_specs
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_buffer import CudaBuffer, HostBuffer
@@ -36,7 +37,7 @@ from graphport.runtime.graph_checks import check_config, check_placement, check_
 from graphport.runtime.kernel_limits import has_int8_activations
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_specs, free_memory
+from graphport.runtime.memory import cache_specs
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.opening import open_graph
 from graphport.runtime.prefill_products import FLOAT_STEP

@@ -26,7 +26,6 @@ from graphport.runtime import (
     GenerationOutput,
     LanguageModel,
     SamplingParams,
-    kernel_limits,
     load_language_model,
     opening,
     prepare,
@@ -94,15 +93,15 @@ def difference(lm: LanguageModel, other: LanguageModel, text: list[int]) -> floa
 
 
 def test_long_steps_cache_the_rows_of_exact_activations(
-    folder: Path, alone: LanguageModel, exported: Bundles, monkeypatch: pytest.MonkeyPatch
+    folder: Path, alone: LanguageModel, exported: Bundles, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Short steps are those of the bundle as it is, to the bit; the head, of 8 bits, always is."""
-    monkeypatch.setattr(kernel_limits, "_SLOW_BITS", ())  # a head with float activations is slow, and exact
     plain = OPTIONS | {"prefill_products": "as_exported"}
     with (
         load_language_model(folder, **plain) as rounded,
         load_language_model(exported(accuracy_level=0), **plain) as exact,
     ):
+        assert "its 8-bit products take activations as they are (accuracy_level 0)" in caplog.text
         text, short = ids(3 * CHUNK), ids(FLOAT_STEP - 1)
         assert difference(alone, exact, text) <= TOLERANCE
         assert difference(rounded, exact, text) > 100 * TOLERANCE
@@ -111,11 +110,8 @@ def test_long_steps_cache_the_rows_of_exact_activations(
         assert alone.generate([short], GREEDY) == rounded.generate([short], GREEDY)
 
 
-def test_quantised_caches_of_whole_texts_and_of_windows_are_appended_to(
-    exported: Bundles, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quantised_caches_of_whole_texts_and_of_windows_are_appended_to(exported: Bundles) -> None:
     """A value half-way between two levels may go to either; without float32 products a tenth of them move."""
-    monkeypatch.setattr(kernel_limits, "_SLOW_BITS", ())
     plain = OPTIONS | {"prefill_products": "as_exported"}
     with (
         load_language_model(exported(kv_cache="int8"), **OPTIONS) as lm,
