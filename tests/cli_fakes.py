@@ -3,10 +3,13 @@
 In: nothing. Out: records of what the command line asked for, and fixed answers. They load no model.
 """
 
+import sys
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from graphport.model_def.block_config import AttentionConfig, BlockConfig, FeedForwardConfig, NormConfig
 from graphport.model_def.config import TransformerConfig
@@ -130,3 +133,16 @@ class PipedInput:
 
     def readline(self) -> str:
         return self._lines.pop(0) if self._lines else ""
+
+
+def take_torch_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `graphport.export` fail to import as it does where torch is not installed."""
+
+    class Blocked:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name.startswith("graphport.export"):
+                raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    for name in [name for name in sys.modules if name.startswith("graphport.export")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr("sys.meta_path", [Blocked(), *sys.meta_path])

@@ -1,13 +1,12 @@
 """`export`, `verify` and `report`: what they pass on and what they print. The exporter is a fake."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_fakes import CHECK, FakeExport, tiny_manifest
+from cli_fakes import CHECK, FakeExport, take_torch_away, tiny_manifest
 
 from graphport.cli import main
 
@@ -110,14 +109,7 @@ def test_export_passes_every_option_on(fake_export: FakeExport) -> None:
 def test_a_missing_optional_dependency_is_named_with_the_install_command(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Blocked:
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name.startswith("graphport.export"):
-                raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    for name in [name for name in sys.modules if name.startswith("graphport.export")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("sys.meta_path", [Blocked(), *sys.meta_path])
+    take_torch_away(monkeypatch)
     assert main(command) == 1
     assert "needs torch, which is not installed; do: pip install 'graphport[export]'" in capsys.readouterr().err
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny_tokenizers
 import torch
+from cli_fakes import take_torch_away
 from parity import TOLERANCES
 from rich.console import Console
 from tiny_bundles import MAX_LENGTH, VOCAB, tiny_weights, write_tiny_bundle
@@ -199,14 +200,7 @@ def test_a_python_source_without_tokenizer_is_compared_by_ids(
 def test_a_source_needs_the_export_extra_and_says_so(
     files: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Blocked:
-        def find_spec(self, name: str, *_: Any) -> None:
-            if name.startswith("graphport.export"):
-                raise ModuleNotFoundError("No module named 'torch'", name="torch")
-
-    for name in [name for name in sys.modules if name.startswith("graphport.export")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr("sys.meta_path", [Blocked(), *sys.meta_path])
+    take_torch_away(monkeypatch)
     assert _run(files, "fp32 text.txt --against model.gguf") == 1
     message = (
         "`graphport eval --against SOURCE` needs torch, which is not installed; do: pip install 'graphport[export]'"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from evaluation_texts import log_softmax
 from parity import RELATIVE_TOLERANCES
 from tiny_bundles import VOCAB, TinyBundle, reference_logits, write_tiny_bundle
 from tiny_requests import random_ids
@@ -16,12 +17,6 @@ from graphport.runtime.beam_search import BeamSearch, Hypothesis
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> TinyBundle:
     return write_tiny_bundle(tmp_path_factory.mktemp("beams") / "bundle", tokenizer=True)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    found: np.ndarray = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
 
 
 def recomputed(bundle: TinyBundle, prompt: list[int], search: BeamSearch, count: int) -> list[Hypothesis]:

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from evaluation_texts import log_softmax
 from parity import RELATIVE_TOLERANCES
-from test_runtime_beam_search import log_softmax
 from tiny_bundles import TinyBundle, reference_logits, write_tiny_bundle
 from tiny_requests import random_ids
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from evaluation_texts import log_softmax
 from parity import TOLERANCES
-from test_runtime_beam_search import log_softmax
 
 from graphport.cli import main
 from graphport.export import export
