@@ -156,6 +156,7 @@ def test_scalings_take_transformers_defaults() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
         ({"attn_logit_softcapping": 50.0, "embedding_multiplier": 2}, "attn_logit_softcapping = 50.0; embedding_mult"),
         ({"sliding_window": 5}, "sliding_window = 5"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, got None"),
         ({"hidden_size": 48.5}, "hidden_size must be a positive integer, got 48.5"),
