@@ -13,12 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "onnxruntime_c_api.h"
+#include "custom_op.h"
 
 enum { LANES = 8, TILE = 64, SPLIT = 256, VECTORS = HEAD / LANES, HALF = 4, PART = HEAD + 2 };
 _Static_assert(HEAD % (HALF * LANES) == 0, "HEAD must be a multiple of 32");
-
-static const OrtApi* api;
 
 typedef struct {
   int64_t query_heads, key_heads;
@@ -187,26 +185,6 @@ static void run(const Step* step, const OrtKernelContext* context) {
       for (int g = 0; g < GROUP; g++) join(step, row, head, g);
 }
 
-static OrtStatus* input(const OrtKernelContext* context, size_t index, void* data, int64_t* shape) {
-  const OrtValue* value = NULL;
-  OrtTensorTypeAndShapeInfo* info = NULL;
-  size_t rank = 0;
-  OrtStatus* failed = api->KernelContext_GetInput(context, index, &value);
-  if (!failed) failed = api->GetTensorMutableData((OrtValue*)value, data);
-  if (failed || !shape) return failed;
-  failed = api->GetTensorTypeAndShape(value, &info);
-  if (!failed) failed = api->GetDimensionsCount(info, &rank);
-  if (!failed) failed = api->GetDimensions(info, shape, rank);
-  api->ReleaseTensorTypeAndShapeInfo(info);
-  return failed;
-}
-
-static OrtStatus* output(OrtKernelContext* context, size_t index, const int64_t* shape, size_t rank, void* data) {
-  OrtValue* value = NULL;
-  OrtStatus* failed = api->KernelContext_GetOutput(context, index, shape, rank, &value);
-  return failed ? failed : api->GetTensorMutableData(value, data);
-}
-
 static OrtStatus* compute(void* state, OrtKernelContext* context) {
   const Kernel* kernel = state;
   Step step = {.query_heads = kernel->query_heads, .key_heads = kernel->key_heads, .scale = kernel->scale};
@@ -215,7 +193,7 @@ static OrtStatus* compute(void* state, OrtKernelContext* context) {
   void* inputs[] = {&step.packed, &past[0], &past[1], &step.last, &step.cosines, &step.sines, &scales[0], &scales[1]};
   int64_t* shapes[] = {packed, cache, NULL, NULL, tables, NULL, NULL, NULL};
   OrtStatus* failed = NULL;
-  for (size_t i = 0; i < 8 && !failed; i++) failed = input(context, i, inputs[i], shapes[i]);
+  for (size_t i = 0; i < 8 && !failed; i++) failed = input(context, i, inputs[i], shapes[i], NULL);
   if (failed) return failed;
   if (packed[1] != 1 || cache[3] != HEAD || step.query_heads != step.key_heads * GROUP)
     return api->CreateStatus(ORT_INVALID_ARGUMENT, "built for one new token a row and another shape of heads");
@@ -253,12 +231,8 @@ static OrtStatus* create(const OrtCustomOp* op, const OrtApi* given, const OrtKe
 }
 
 static const char* name(const OrtCustomOp* op) { return "DecodeAttention"; }
-static const char* provider(const OrtCustomOp* op) { return "CPUExecutionProvider"; }
 static size_t num_inputs(const OrtCustomOp* op) { return 8; }
 static size_t num_outputs(const OrtCustomOp* op) { return 3; }
-static OrtCustomOpInputOutputCharacteristic required(const OrtCustomOp* op, size_t i) { return INPUT_OUTPUT_REQUIRED; }
-static OrtMemType memory(const OrtCustomOp* op, size_t i) { return OrtMemTypeDefault; }
-static int one(const OrtCustomOp* op) { return 1; }
 static ONNXTensorElementDataType input_type(const OrtCustomOp* op, size_t i) {
   if (i == 3) return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
   return i == 1 || i == 2 ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8 : ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT;
@@ -268,29 +242,17 @@ static ONNXTensorElementDataType output_type(const OrtCustomOp* op, size_t i) {
 }
 
 static OrtCustomOp decode_attention = {
-    .version = 17,  // ONNX Runtime 1.17: the first with all that is used here
+    OP_DEFAULTS,
     .GetName = name,
-    .GetExecutionProviderType = provider,
     .GetInputType = input_type,
     .GetInputTypeCount = num_inputs,
     .GetOutputType = output_type,
     .GetOutputTypeCount = num_outputs,
     .KernelDestroy = free,
-    .GetInputCharacteristic = required,
-    .GetOutputCharacteristic = required,
-    .GetInputMemoryType = memory,
-    .GetVariadicInputMinArity = one,
-    .GetVariadicInputHomogeneity = one,
-    .GetVariadicOutputMinArity = one,
-    .GetVariadicOutputHomogeneity = one,
     .CreateKernelV2 = create,
     .KernelComputeV2 = compute,
 };
 
 OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
-  OrtCustomOpDomain* domain = NULL;
-  api = base->GetApi(decode_attention.version);
-  OrtStatus* failed = api->CreateCustomOpDomain("graphport.prototype", &domain);
-  if (!failed) failed = api->CustomOpDomain_Add(domain, &decode_attention);
-  return failed ? failed : api->AddCustomOpDomain(options, domain);
+  return register_op(options, base, &decode_attention);
 }

@@ -1,6 +1,7 @@
 """onnxruntime-genai as one system of a comparison: see `peer_worker.py`.
 
-In: a folder that its model builder made. Its own defaults, but for the number of threads and the length.
+In: a folder that its model builder made. Its own defaults, but for the number of threads and the length. Beyond the
+others' commands it can answer a batch.
 """
 
 import importlib.metadata
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from peer_worker import Reply, serve
+from peer_worker import Reply, require_rows, serve
 
 
 class Genai:
@@ -35,18 +36,29 @@ class Genai:
             generator.generate_next_token()
             yield int(generator.get_next_tokens()[0])
 
+    def batch(self, *, prompts: list[list[int]], new_tokens: int) -> Reply:
+        """Greedy continuations of prompts of one length together."""
+        length = len(prompts[0])
+        generator = self._generator(length + new_tokens, rows=len(prompts))
+        generator.append_tokens(np.array(prompts, np.int32))
+        for _ in range(new_tokens):
+            generator.generate_next_token()
+        rows = [generator.get_sequence(row)[length:].tolist() for row in range(len(prompts))]
+        return require_rows(rows, prompts, new_tokens)
+
     def logits(self, ids: list[int]) -> NDArray[np.float32]:
         generator = self._generator(len(ids) + 1)
         generator.append_tokens(np.array(ids, np.int32))
         rows: NDArray[np.float32] = generator.get_output("logits")[0]
         return rows
 
-    def _generator(self, length: int) -> Any:  # noqa: ANN401 - the library has no types
-        """A request of exactly `length` tokens: before that many no id ends it."""
+    def _generator(self, length: int, *, rows: int = 1) -> Any:  # noqa: ANN401 - the library has no types
+        """A request of exactly `length` tokens a row: before that many no id ends it."""
         params = self._api.GeneratorParams(self._model)
-        params.set_search_options(do_sample=False, min_length=length, max_length=length)
+        params.set_search_options(do_sample=False, min_length=length, max_length=length, batch_size=rows)
         return self._api.Generator(self._model, params)
 
 
 if __name__ == "__main__":
-    serve(Genai())
+    system = Genai()
+    serve(system, {"batch": system.batch})

@@ -1,35 +1,44 @@
 """graphport as one system of a comparison: see `peer_worker.py`.
 
-In: a bundle. Beyond the others' commands it can time an export.
+In: a bundle. Beyond the others' commands it can answer a batch, and time an export.
 """
 
 import importlib.metadata
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from peer_worker import Reply, serve
+from peer_worker import Reply, require_rows, serve
 
 
 class Graphport:
-    def load(self, model: str, *, threads: int, context: int) -> Reply:
+    def load(self, model: str, *, threads: int, context: int, max_batch: str = "1") -> Reply:
         from graphport.runtime import SamplingParams, load_language_model
 
-        self._lm = load_language_model(model, device="cpu", threads=threads, max_batch=1, max_length=context)
+        rows = int(max_batch)
+        self._lm = load_language_model(model, device="cpu", threads=threads, max_batch=rows, max_length=context)
         self._params = SamplingParams
         versions = {name: importlib.metadata.version(name) for name in ("graphport", "onnxruntime-gpu")}
         return {"vocab_size": self._lm.vocab_size, "versions": versions}
 
     def tokens(self, prompt: list[int], count: int) -> Iterator[int]:
-        params = self._params(max_new_tokens=count, temperature=0.0, ignore_eos=True)
-        for event in self._lm.stream(prompt, params):
+        for event in self._lm.stream(prompt, self._greedy(count)):
             if event.token_id is not None:  # it is where there is no room for a new token
                 yield event.token_id
 
+    def batch(self, *, prompts: list[list[int]], new_tokens: int) -> Reply:
+        """Greedy continuations of prompts together."""
+        outputs = self._lm.generate(prompts, self._greedy(new_tokens))
+        return require_rows([list(output.token_ids) for output in outputs], prompts, new_tokens)
+
     def logits(self, ids: list[int]) -> NDArray[np.float32]:
         return self._lm.logits([ids])[0]
+
+    def _greedy(self, count: int) -> Any:  # noqa: ANN401 - graphport is imported in load
+        return self._params(max_new_tokens=count, temperature=0.0, ignore_eos=True)
 
 
 def export_again(*, source: str, folder: str, precision: str) -> Reply:
@@ -45,4 +54,5 @@ def export_again(*, source: str, folder: str, precision: str) -> Reply:
 
 
 if __name__ == "__main__":
-    serve(Graphport(), {"export": export_again})
+    system = Graphport()
+    serve(system, {"batch": system.batch, "export": export_again})

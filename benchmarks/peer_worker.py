@@ -62,6 +62,14 @@ def serve(system: System, more: dict[str, Callable[..., Reply]] | None = None) -
         print(json.dumps(reply), file=replies, flush=True)
 
 
+def require_rows(rows: list[list[int]], prompts: list[list[int]], new_tokens: int) -> Reply:
+    """The reply to a batch of prompts: `rows`, the new tokens of each. Raises ValueError where one has not all."""
+    lengths = [len(row) for row in rows]
+    if lengths != [new_tokens] * len(prompts):
+        raise ValueError(f"{lengths} new tokens came out, {new_tokens} were asked for in each of {len(prompts)} rows")
+    return {"ids": rows}
+
+
 def peak_bytes() -> int:
     """Most resident memory of this process so far, files mapped into it included (VmHWM).
 

@@ -40,7 +40,7 @@ def bundle_certificate(
         opened, evidence, limits=limits, files=certified_files(manifest), candidate=describe_candidate(plan)
     )
     if plan.target is not CPU:
-        return dataclasses.replace(draft, checks=stages, layers=evidence.layers)
+        return dataclasses.replace(draft, checks=stages, layers=evidence.layers, conditioning=evidence.conditioning())
     whole, found = evidence.play(plan, folder=folder, limits=limits, observe=observe)
     return dataclasses.replace(
         draft,
@@ -48,6 +48,7 @@ def bundle_certificate(
         shipped=found.rows,
         errors=error_series(found.errors),
         layers=evidence.layers,
+        conditioning=evidence.conditioning(),
     )
 
 

@@ -4,7 +4,6 @@ In: the eager module and the graphs. Out: checks. Neighbours are compared, so th
 """
 
 import dataclasses
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from numpy.typing import NDArray
 
 from graphport.export.bundle import write_graph
 from graphport.export.calibrate_cache import cache_scales, round_rows
+from graphport.export.float_loss import MeasuredLoss, WideRows
 from graphport.export.graph_pass import CacheScales, CompilePlan
 from graphport.export.graph_runner import GraphRunner
 from graphport.export.guilty_pass import guilty_pass
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.plain_tokenizer import plain_tokenizer
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU
 from graphport.export.traced_models import TracedGraph
 from graphport.model_def.certificate import Check
@@ -76,6 +77,15 @@ def eager_logits(model: Transformer, ids: Sequence[int]) -> NDArray[np.float32]:
     return logits
 
 
+def loss_of_text(model: Transformer, ids: Sequence[int], reference: Callable[[], NDArray[np.float32]]) -> MeasuredLoss:
+    """What float32 loses on `reference`, the rows of `eager_logits`; measured when it is first asked for."""
+
+    def in_float64() -> list[WideRows]:
+        return [model(torch.tensor([list(ids)]))[0].numpy()]
+
+    return MeasuredLoss(model, reference, in_float64)
+
+
 def certify_stages(
     exported: ir.Model,
     plan: CompilePlan,
@@ -85,27 +95,28 @@ def certify_stages(
     folder: Path,
     observe: Callable[[str], None],
     trace: Callable[[TracedGraph, CompilePlan], None] | None = None,
+    loss: MeasuredLoss | None = None,
 ) -> tuple[Check, ...]:
-    """Check the exported graph and its fp32 compilation against eager; writes and removes both beside `folder`.
+    """Check the exported graph and its fp32 compilation against eager, in scratch folders.
 
     A precision that keeps a GGUF file's blocks is also compiled with exact activations: the weights alone may differ.
-    `trace` is shown the compilation while it is open.
+    `trace` is shown the compilation while it is open. `loss`: what float32 loses on the rows of `reference`.
     """
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the exported graph")
-        checks = _check_exported(exported, plan, ids, reference, folder=Path(name))
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        checks = _check_exported(exported, plan, ids, reference, folder=scratch, loss=loss)
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the fused graph")
-        graph = _open_fused(exported, plan, folder=Path(name))
-        checks += _check_fused(graph, plan, ids, reference)
+        graph = _open_fused(exported, plan, folder=scratch)
+        checks += _check_fused(graph, plan, ids, reference, loss=loss)
         if trace is not None:
             trace(graph, plan)
     checks = _blamed(checks, exported, plan, ids, reference, beside=folder.parent)
     if not plan.precision.keeps_blocks:
         return checks
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         observe("parity of the kept blocks")
-        return checks + _check_blocks(exported, plan, ids, reference, folder=Path(name))
+        return checks + _check_blocks(exported, plan, ids, reference, folder=scratch, loss=loss)
 
 
 def _blamed(
@@ -121,21 +132,29 @@ def _blamed(
     failed = next((index for index, one in enumerate(checks) if not one.passed), 0)
     if failed == 0:  # none, or the graph before all passes
         return checks
-    guilty = guilty_pass(exported, _in_fp32(plan), ids, reference, beside=beside)
+    tolerance = checks[failed].tolerance if checks[failed].name.endswith("max_abs") else None
+    guilty = guilty_pass(exported, _in_fp32(plan), ids, reference, beside=beside, tolerance=tolerance)
     first = dataclasses.replace(checks[failed], detail=f"{checks[failed].detail}; {guilty}")
     return (*checks[:failed], first, *checks[failed + 1 :])
 
 
 def _check_exported(
-    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    folder: Path,
+    loss: MeasuredLoss | None,
 ) -> tuple[Check, ...]:
     write_graph(exported, folder)
     head = ids[:NUM_EXPORTED_IDS]
     steps = [1] * min(4, len(head) - 1)
-    found = GraphRunner(folder / GRAPH_FILE, plan.config, plans_memory=False).logits(
+    found = GraphRunner(folder / GRAPH_FILE, plan.config, portable=True).logits(
         head, chunks=(len(head) - len(steps), *steps)
     )
-    return (check("exported", "max_abs", f"{len(head)} tokens", compare(reference[: len(head)], found)),)
+    difference = compare(reference[: len(head)], found)
+    return (check("exported", "max_abs", f"{len(head)} tokens", difference, loss=loss),)
 
 
 def _open_fused(exported: ir.Model, plan: CompilePlan, *, folder: Path) -> TracedGraph:
@@ -146,7 +165,12 @@ def _open_fused(exported: ir.Model, plan: CompilePlan, *, folder: Path) -> Trace
 
 
 def _check_fused(
-    graph: TracedGraph, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32]
+    graph: TracedGraph,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    loss: MeasuredLoss | None,
 ) -> tuple[Check, ...]:
     ids = ids[: num_reaching(plan.config, NUM_FUSED_IDS)]
     some = ids[:NUM_CHUNKED_IDS]
@@ -155,21 +179,33 @@ def _check_fused(
     chunked = compare(reference[: len(some)], graph.logits(some, chunks=sizes))
     what = f"{len(some)} tokens in {len(sizes)} chunks and steps"
     return (
-        check("compiled", "max_abs", f"{len(ids)} tokens at once", whole),
-        check("compiled", "kl", f"{len(ids)} tokens at once", whole),
-        check("compiled", "max_abs", what, chunked),
+        check("compiled", "max_abs", f"{len(ids)} tokens at once", whole, loss=loss),
+        check("compiled", "kl", f"{len(ids)} tokens at once", whole, loss=loss),
+        check("compiled", "max_abs", what, chunked, loss=loss),
     )
 
 
 def _check_blocks(
-    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, folder: Path
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    folder: Path,
+    loss: MeasuredLoss | None,
 ) -> tuple[Check, ...]:
-    """The GGUF file's blocks multiplied by exact activations."""
+    """The GGUF file's blocks multiplied by exact activations, on the rows of the portable graph.
+
+    Every row reads all blocks; what depends on positions is that of the fp32 compilation, held on more rows.
+    """
+    ids = ids[:NUM_EXPORTED_IDS]
     kept = dataclasses.replace(plan, target=CPU, precision=CPU.precision("gguf"), cache=None, accuracy_level=0)
-    difference = compare(reference, _compiled(exported, kept, folder, optimize=False).logits(ids))
+    difference = compare(reference[: len(ids)], _compiled(exported, kept, folder, optimize=False).logits(ids))
     is_exact = all(matrix.is_exact for matrix in plan.matrices.values())
-    stage = "exact blocks" if is_exact else "blocks anew"
-    return (check(stage, "kl", f"{len(ids)} tokens, exact activations", difference),)
+    what = f"{len(ids)} tokens, exact activations"
+    if is_exact:
+        return (check("exact blocks", "kl", what, difference, loss=loss),)
+    return (check("blocks anew", "kl", what, difference),)
 
 
 def _fused_twin(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool = False) -> GraphRunner:
@@ -189,11 +225,22 @@ def _compiled(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: 
     return GraphRunner(folder / GRAPH_FILE, plan.config, optimize=optimize)
 
 
-def check_shipped(plan: CompilePlan, num_ids: int, reference: NDArray[np.float32], found: NDArray[np.float32]) -> Check:
-    """Rows [R, V] of what ships, fed `num_ids` in one piece, against eager's: exactly, all of each row."""
+def check_shipped(
+    plan: CompilePlan,
+    num_ids: int,
+    reference: NDArray[np.float32],
+    found: NDArray[np.float32],
+    *,
+    loss: MeasuredLoss | None = None,
+    rows: Sequence[int] | None = None,
+) -> Check:
+    """Rows [R, V] of what ships, fed `num_ids` in one piece, against eager's: exactly, all of each row.
+
+    `rows`: their positions in the text, by default the first.
+    """
     difference = compare(reference, found)
     if plan.precision.weight_bits is None:
-        return check("compiled", "max_abs", f"{num_ids} tokens, as shipped", difference)
+        return check("compiled", "max_abs", f"{num_ids} tokens, as shipped", difference, loss=loss, rows=rows)
     return check(plan.precision.name, "kl", f"{num_ids} tokens at once", difference)
 
 
@@ -205,8 +252,8 @@ def calibrate_cache(
     That graph and not the module: smoothing changes the size of the values. Raises TargetError.
     """
     assert plan.cache is not None
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
-        caches = _fused_twin(exported, plan, Path(name)).caches(ids)
+    with scratch_folder(exported, beside=folder.parent) as scratch:
+        caches = _fused_twin(exported, plan, scratch).caches(ids)
     return cache_scales(caches, plan.config, plan.cache)
 
 
@@ -220,12 +267,12 @@ def certify_cache(exported: ir.Model, plan: CompilePlan, ids: Sequence[int], *, 
     assert cache is not None
     first = len(ids) // 2
     chunks = (first, *pieces(len(ids) - first))
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cache.") as name:
+    with scratch_folder(exported, beside=folder.parent) as scratch:
         if plan.target is CPU:
-            exact = _compiled(exported, dataclasses.replace(plan, cache=None), Path(name), optimize=True)
+            exact = _compiled(exported, dataclasses.replace(plan, cache=None), scratch, optimize=True)
             found = GraphRunner(folder / GRAPH_FILE, plan.config, optimize=True).logits(ids, chunks=chunks)
         else:
-            exact = _fused_twin(exported, plan, Path(name), optimize=True)
+            exact = _fused_twin(exported, plan, scratch, optimize=True)
             scales = [scale for pair in plan.cache_scales for scale in pair]
             found = exact.logits(ids, chunks=chunks, store=lambda i, rows: round_rows(rows, scales[i], cache))
         wanted = exact.logits(ids, chunks=chunks)

@@ -15,7 +15,15 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from graphport.export.cached_graph import CachedGraph
-from graphport.export.certify import certify_cache, certify_stages, check_shipped, eager_logits, parity_ids, text_origin
+from graphport.export.certify import (
+    certify_cache,
+    certify_stages,
+    check_shipped,
+    eager_logits,
+    loss_of_text,
+    parity_ids,
+    text_origin,
+)
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.guilty_pass import guilty_level
 from graphport.export.layer_errors import LayerErrors
@@ -26,6 +34,7 @@ from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs, TextInputs
 from graphport.model_def.compact_rows import CompactRows, compact_rows, measure_rows
+from graphport.model_def.conditioning import Conditioning
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.decoder_runs import planned_runs, uncovered
 from graphport.model_def.played_runs import Evidence, References, play_runs
@@ -64,12 +73,17 @@ class DecoderEvidence:
         self._seed = seed
         self._model = model
         self._layers = LayerErrors(model, inputs.ids)
+        self._loss = loss_of_text(model, inputs.ids, lambda: self._logits)
         self._whole: list[Check] = []
 
     @property
     def layers(self) -> Mapping[str, Any]:
         """Errors of each place of the model, of the graphs that were measured."""
         return self._layers.found
+
+    def conditioning(self, *, measure: bool = False) -> Conditioning | None:
+        """What float32 itself loses, where a check missed its absolute limit, or with `measure` where one would."""
+        return self._loss.conditioning(measure=measure)
 
     @functools.cached_property
     def _logits(self) -> NDArray[np.float32]:
@@ -91,7 +105,9 @@ class DecoderEvidence:
         """See the function of this name."""
         observe("running eager PyTorch")
         ids, trace = self.inputs.ids, self._layers.measure
-        return certify_stages(exported, plan, ids, self._logits, folder=folder, observe=observe, trace=trace)
+        return certify_stages(
+            exported, plan, ids, self._logits, folder=folder, observe=observe, trace=trace, loss=self._loss
+        )
 
     def certify_cache(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
@@ -112,13 +128,14 @@ class DecoderEvidence:
         def compare_whole(positions: Sequence[int], rows: NDArray[np.float32]) -> None:
             """The text in one piece is the prefill's last; it is compared while all of its rows are there."""
             if positions[-1] == len(ids) - 1:
-                whole.append(check_shipped(plan, len(ids), self._logits[list(positions)], rows))
+                wanted = self._logits[list(positions)]
+                whole.append(check_shipped(plan, len(ids), wanted, rows, loss=self._loss, rows=positions))
 
         prefill, *others = planned_runs(self._config, ids)
         found = play_runs(
             CachedGraph(folder / GRAPH_FILE, self._config, capacity=len(ids), window_layers=window_layers(plan)),
             [prefill.watched(compare_whole), *others],
-            References(original=self.original, limits=limits, keep_rows=True),
+            References(original=self.original, limits=limits, keep_rows=True, loss=lambda _: self._loss()),
             observe=lambda run: observe(f"parity of the bundle: {run}"),
         )
         observe("errors by layer")
@@ -141,7 +158,7 @@ def cache_limits(plan: CompilePlan) -> tuple[Limit, ...]:
     precision, cache = plan.precision, plan.cache
     if cache is None and precision.weight_bits is None and precision.activations == "float32":
         exact = [
-            Limit(against="original", figure=figure, tolerance=TOLERANCES["compiled", figure])
+            Limit(against="original", figure=figure, tolerance=TOLERANCES["compiled", figure], conditioned=True)
             for figure in ("max_abs", "rms")
         ]
         return (*exact, _SAME_KERNELS)

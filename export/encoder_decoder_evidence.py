@@ -6,7 +6,6 @@ runs. Neighbours are compared as in `certify.py`, so that a failure names its st
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,11 @@ from numpy.typing import NDArray
 from graphport.export.bundle import write_graph
 from graphport.export.certify import text_ids, text_origin
 from graphport.export.decoder_evidence import cache_limits
+from graphport.export.float_loss import MeasuredLoss, WideRows
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.parity import check, compare
 from graphport.export.pipeline import compile_graph
+from graphport.export.scratch import scratch_folder
 from graphport.export.source_examples import example_texts, source_tensor
 from graphport.export.source_graph import compile_source, trace_source, write_source
 from graphport.export.source_runner import CachedPair, SourceRunner
@@ -29,6 +30,7 @@ from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs, SourceInputs
 from graphport.model_def.compact_rows import CompactRows, compact_rows, measure_rows
+from graphport.model_def.conditioning import Conditioning, LossFigure
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.played_runs import Evidence, References, play_runs
@@ -71,6 +73,11 @@ class EncoderDecoderEvidence:
         self._extra = _EXTRA_PADDING if config.encoder.audio is not None else max(0, min(_EXTRA_PADDING, room))
         self._model = model
         self._seed = seed
+        self._loss = MeasuredLoss(model, lambda: self.reference, self._in_float64)
+
+    def conditioning(self, *, measure: bool = False) -> Conditioning | None:
+        """What float32 itself loses, where a check missed its absolute limit, or with `measure` where one would."""
+        return self._loss.conditioning(measure=measure)
 
     @functools.cached_property
     def source(self) -> ir.Model:
@@ -94,28 +101,34 @@ class EncoderDecoderEvidence:
     def certify_stages(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
-        """Check the exported graphs and their fp32 compilation; writes and removes both under `folder`'s parent."""
+        """Check the exported graphs and their fp32 compilation; both are written to a scratch folder."""
         observe("running eager PyTorch")
         what = f"{len(self.sources)} padded sources, {len(self.inputs.ids)} tokens each"
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the exported graphs")
-            write_graph(exported, Path(name))
-            write_source(self.source, Path(name))
-            found = self._run(SourceRunner(Path(name), plan.config))
-            checks = (check("exported", "max_abs", what, compare(self.reference, found)),)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+            write_graph(exported, scratch)
+            write_source(self.source, scratch)
+            found = self._run(SourceRunner(scratch, plan.config))
+            checks = (check("exported", "max_abs", what, compare(self.reference, found), loss=self._loss),)
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the fused graphs")
             fp32 = dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), accuracy_level=None)
             twin = exported.clone()
             compile_graph(twin, fp32)
-            write_graph(twin, Path(name))
-            write_source(compile_source(self.source, fp32)[0], Path(name))
-            runner = SourceRunner(Path(name), plan.config)
+            write_graph(twin, scratch)
+            write_source(compile_source(self.source, fp32)[0], scratch)
+            runner = SourceRunner(scratch, plan.config)
             whole, parts = self._run(runner), self._run(runner, chunks=self._pieces())
             return (
                 *checks,
-                check("compiled", "max_abs", what, compare(self.reference, whole)),
-                check("compiled", "max_abs", f"{what}, chunks and steps", compare(self.reference, parts)),
+                check("compiled", "max_abs", what, compare(self.reference, whole), loss=self._loss),
+                check(
+                    "compiled",
+                    "max_abs",
+                    f"{what}, chunks and steps",
+                    compare(self.reference, parts),
+                    loss=self._loss,
+                ),
             )
 
     def certify_cache(
@@ -139,7 +152,7 @@ class EncoderDecoderEvidence:
         found = play_runs(
             CachedPair(folder, plan.config, capacity=len(ids)),
             planned_source_runs(plan.config, self.sources, ids),
-            References(original=self.original, limits=limits, keep_rows=True),
+            References(original=self.original, limits=limits, keep_rows=True, loss=lambda _: self._loss()),
             observe=lambda run: observe(f"parity of the bundle: {run}"),
         )
         return whole, found
@@ -148,7 +161,7 @@ class EncoderDecoderEvidence:
         """Check the graphs in `folder` against eager."""
         found = self._run(SourceRunner(folder, plan.config, optimize=True), chunks=self._pieces())
         what = f"{len(self.sources)} padded sources, {len(self.inputs.ids)} tokens each, as shipped"
-        return check(*_stage(plan), what, compare(self.reference, found))
+        return check(*_stage(plan), what, compare(self.reference, found), loss=self._loss_of(plan))
 
     def _certify_alone(self, plan: CompilePlan, *, folder: Path) -> Check:
         """Check that neither padding and neighbours of a source nor steps change what the graphs in `folder` give."""
@@ -156,7 +169,14 @@ class EncoderDecoderEvidence:
         alone = np.concatenate([runner.logits([source], self.inputs.ids)[0] for source in self.sources])
         padded = self._run(runner, chunks=self._pieces(), pad_id=plan.config.vocab_size - 1, extra=self._extra)
         what = "padded sources and single steps against each source alone in one piece"
-        return check(*_stage(plan), what, compare(alone, padded))
+        return check(*_stage(plan), what, compare(alone, padded), loss=self._loss_of(plan))
+
+    def _loss_of(self, plan: CompilePlan) -> MeasuredLoss | None:
+        """What float32 loses, where the bundle computes in it."""
+        return self._loss if plan.precision.weight_bits is None else None
+
+    def _in_float64(self) -> list[WideRows]:
+        return [_logits_after(self._model, source, self.inputs.ids).numpy() for source in self.sources]
 
     def _pieces(self) -> tuple[int, ...]:
         return CHUNKS if sum(CHUNKS) < len(self.inputs.ids) else ()
@@ -183,11 +203,19 @@ def _chosen_inputs(
 def source_logits(model: Transformer, source: Source, ids: Sequence[int]) -> NDArray[np.float32]:
     """Logits [S, V] of the eager module over `ids` at once, after one source."""
     with torch.inference_mode():
-        read = model.encode(source_tensor(source))
-        logits: NDArray[np.float32] = model(torch.tensor([list(ids)]), source=read)[0].numpy()
+        logits: NDArray[np.float32] = _logits_after(model, source, ids).numpy()
     return logits
 
 
-def _stage(plan: CompilePlan) -> tuple[str, str]:
+def _logits_after(model: Transformer, source: Source, ids: Sequence[int]) -> torch.Tensor:
+    given = source_tensor(source)
+    if given.is_floating_point():  # features of a recording
+        given = given.to(next(model.parameters()).dtype)
+    read = model.encode(given)
+    logits: torch.Tensor = model(torch.tensor([list(ids)]), source=read)[0]
+    return logits
+
+
+def _stage(plan: CompilePlan) -> tuple[str, LossFigure]:
     """Stage and figure whose tolerance bounds what ships."""
     return ("compiled", "max_abs") if plan.precision.weight_bits is None else (plan.precision.name, "kl")

@@ -6,7 +6,6 @@ in the certificate's runs. Neighbours are compared, so that a failure names its 
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,10 +18,12 @@ from graphport.export.encoder_runner import States
 from graphport.export.graph_pass import CompilePlan
 from graphport.export.pipeline import compile_graph
 from graphport.export.round_matrices import LOW_BITS
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.compact_rows import CompactRows
+from graphport.model_def.conditioning import Conditioning
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder_runs import outputs_of, reference_rows
 from graphport.model_def.played_runs import Evidence, References
@@ -81,6 +82,10 @@ class EncoderEvidence:
         values = zip(outputs_of(self._config), [part for part in self._states if part is not None], strict=True)
         return {output: reference_rows(rows, seed=self._seed) for output, rows in values}
 
+    def conditioning(self, *, measure: bool = False) -> Conditioning | None:  # noqa: ARG002 - of every kind's evidence
+        """None: limits of encoders are relative to the largest state."""
+        return None
+
     def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
         """What a bundle of the plan's precision is held to: every row in float32, else what is read out of the rows."""
         same = Limit(
@@ -107,22 +112,22 @@ class EncoderEvidence:
     def certify_stages(
         self, exported: ir.Model, plan: CompilePlan, *, folder: Path, observe: Callable[[str], None]
     ) -> tuple[Check, ...]:
-        """Check the exported graph and its fp32 compilation; writes and removes both under `folder`'s parent."""
+        """Check the exported graph and its fp32 compilation; both are written to a scratch folder."""
         observe("running eager PyTorch")
         reference, feed = self._states, self._feed
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the exported graph")
-            write_graph(exported, Path(name))
-            found = feed.batches(Path(name) / GRAPH_FILE, optimize=False)
+            write_graph(exported, scratch)
+            found = feed.batches(scratch / GRAPH_FILE, optimize=False)
             checks = (check_states("exported", "relative", feed.words, compare_states(reference, found)),)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity.") as name:
+        with scratch_folder(exported, beside=folder.parent) as scratch:
             observe("parity of the fused graph")
             twin = exported.clone()
             compile_graph(
                 twin, dataclasses.replace(plan, target=CPU, precision=CPU.precision("fp32"), accuracy_level=None)
             )
-            write_graph(twin, Path(name))
-            graph = Path(name) / GRAPH_FILE
+            write_graph(twin, scratch)
+            graph = scratch / GRAPH_FILE
             together = compare_states(reference, feed.batches(graph, optimize=False))
             alone = compare_states(reference, feed.each_alone(graph, optimize=False))
             return (

@@ -24,13 +24,14 @@ def fusion_account(
     choice: BudgetChoice | None = None,
     sites: Sequence[dict[str, Any]] = (),
     disabled: Sequence[str] = (),
+    calibration: str | None = None,
 ) -> dict[str, Any]:
     """JSON data: `counts` by rule, `rules` with fused sites and misses (site, check, found), `nodes` of the graph.
 
     `advice`: lines on the kernels that the model's sizes miss. `matrices`: how those of a GGUF file are held.
     `accuracy_level`: MatMulNBits' arithmetic, None where no matrix is quantised or the kernel chooses. `choice`: the
     bits that precision auto chose and why. `sites`: what each place became (`site_account.py`). `disabled`: rules that
-    were switched off.
+    were switched off. `calibration`: name of the text that took the place of the one that ships.
     """
     return {
         "format": FUSIONS_FORMAT,
@@ -41,6 +42,7 @@ def fusion_account(
         "matrices": list(matrices),
         "choice": None if choice is None else choice.to_dict(),
         "disabled": list(disabled),
+        "calibration": calibration,
         "sites": list(sites),
         "rules": [dataclasses.asdict(report) for report in reports if report.rule != "clean"],
     }

@@ -4,7 +4,6 @@ In: the graph before the passes, or the one that ships, a text and eager PyTorch
 error. It runs only after a failure, on a few tokens, and judges nothing (see `certify.py`).
 """
 
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from graphport.export.graph_pass import CompilePlan
 from graphport.export.graph_runner import GraphRunner, parity_options
 from graphport.export.parity import TOLERANCES, Difference, compare
 from graphport.export.pipeline import OPTIONAL_PASSES, PASSES, run_pass
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU
 from graphport.model_def.signature import GRAPH_FILE
 
@@ -33,15 +33,25 @@ _LEVELS = {
 
 
 def guilty_pass(
-    exported: ir.Model, plan: CompilePlan, ids: Sequence[int], reference: NDArray[np.float32], *, beside: Path
+    exported: ir.Model,
+    plan: CompilePlan,
+    ids: Sequence[int],
+    reference: NDArray[np.float32],
+    *,
+    beside: Path,
+    tolerance: float | None = None,
 ) -> str:
-    """The first pass of `plan`, which is in fp32, after which logits are beyond the tolerance; files go `beside`."""
+    """The first pass of `plan`, which is in fp32, after which logits are beyond the tolerance; files go `beside`.
+
+    `tolerance`: of max_abs, by default the table's.
+    """
     ids, graph = ids[:NUM_IDS], exported.clone()
+    tolerance = TOLERANCES["compiled", "max_abs"] if tolerance is None else tolerance
 
     def error() -> float:
-        with tempfile.TemporaryDirectory(dir=beside, prefix=".pass.") as folder:
-            write_graph(graph, Path(folder))
-            runner = GraphRunner(Path(folder) / GRAPH_FILE, plan.config, plans_memory=False)
+        with scratch_folder(graph, beside=beside) as folder:
+            write_graph(graph, folder)
+            runner = GraphRunner(folder / GRAPH_FILE, plan.config, portable=True)
             return compare(reference[: len(ids)], runner.logits(ids)).max_abs
 
     before = error()
@@ -50,7 +60,7 @@ def guilty_pass(
         if rule is not None and not report.fused:
             continue
         after = error()
-        if not after <= TOLERANCES["compiled", "max_abs"]:  # NaN is beyond it too
+        if not after <= tolerance:  # NaN is beyond it too
             advice = "" if rule is None else f"; without it: --disable-pass {rule}"
             return f"after the pass {graph_pass.__name__} ({before:.3g} before it, {after:.3g} after it{advice})"
         before = after
@@ -84,7 +94,7 @@ def optimiser_levels(
     for name, level in _LEVELS.items():
         options = parity_options(optimize=True)
         options.graph_optimization_level = level
-        options.enable_mem_reuse = False  # see `graph_runner.open_on_cpu`
+        options.enable_mem_reuse = False  # see `graph_runner.open_portable`
         session = ort.InferenceSession(str((folder / GRAPH_FILE).resolve()), options, providers=[CPU.provider])
         found[name] = compare(reference, GraphRunner.over(session, plan.config).logits(ids))
     return found

@@ -197,7 +197,7 @@ def export_opened(opened: SourceModel, out: Path, options: ExportOptions) -> Bun
             checks += shipped + budget_checks(choice)
             notes += _note_unchecked(plan)
         progress("writing the bundle")
-        account = _account(reports, exported, compiled, plan, choice)
+        account = _account(reports, exported, compiled, plan, choice, calibration=options.calibration)
         manifest = write_records(folder, opened, plan, account)
         if verify:
             checks, manifest = _certify(opened, plan, evidence, folder, manifest, checks, observe=progress)
@@ -216,6 +216,8 @@ def _account(
     compiled: ir.Model,
     plan: CompilePlan,
     choice: BudgetChoice | None,
+    *,
+    calibration: str | Path | None,
 ) -> dict[str, Any]:
     return fusion_account(
         reports,
@@ -226,6 +228,7 @@ def _account(
         accuracy_level=plan.kernel_accuracy,
         sites=site_account(exported, compiled, reports),
         disabled=plan.disabled,
+        calibration=None if calibration is None else Path(calibration).name,
     )
 
 

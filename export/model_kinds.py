@@ -24,6 +24,7 @@ from graphport.export.window_caches import window_layers
 from graphport.model_def.certificate import Check, Limit
 from graphport.model_def.certified_inputs import Inputs
 from graphport.model_def.compact_rows import CompactRows
+from graphport.model_def.conditioning import Conditioning
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.encoder import Encoder, check_can_encode
 from graphport.model_def.played_runs import Evidence
@@ -57,6 +58,9 @@ class KindEvidence(Protocol):
 
     @property
     def source(self) -> ir.Model | None: ...  # noqa: D102
+
+    def conditioning(self, *, measure: bool = False) -> Conditioning | None:
+        """What float32 itself loses, where a check missed its absolute limit, or with `measure` where one would."""
 
     def limits(self, plan: CompilePlan) -> tuple[Limit, ...]:
         """What a bundle made by `plan` is held to."""

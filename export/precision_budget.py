@@ -9,7 +9,6 @@ saved; how many must is found by measuring, the sum of the sensitivities saying 
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from graphport.export.parity import compare
 from graphport.export.pipeline import compile_graph
 from graphport.export.quantize import quantized_bytes
 from graphport.export.round_matrices import RoundedGroup
+from graphport.export.scratch import scratch_folder
 from graphport.export.targets import CPU, TargetError
 from graphport.model_def.certificate import Check
 from graphport.model_def.signature import GRAPH_FILE
@@ -216,10 +216,10 @@ def _measure(exported: ir.Model, plan: CompilePlan, measurement: Measurement) ->
     played = dataclasses.replace(plan, target=CPU, precision=CPU.precision(plan.precision.name), cache=None)
     graph = exported.clone()
     compile_graph(graph, played)
-    with tempfile.TemporaryDirectory(dir=measurement.folder.parent, prefix=".budget.") as name:
-        write_graph(graph, Path(name))
-        size = sum(path.stat().st_size for path in Path(name).iterdir())
-        found = GraphRunner(Path(name) / GRAPH_FILE, plan.config, optimize=True).logits(measurement.ids)
+    with scratch_folder(graph, beside=measurement.folder.parent) as scratch:
+        write_graph(graph, scratch)
+        size = sum(path.stat().st_size for path in scratch.iterdir())
+        found = GraphRunner(scratch / GRAPH_FILE, plan.config, optimize=True).logits(measurement.ids)
     return compare(measurement.reference, found).kl, size
 
 

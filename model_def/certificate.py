@@ -6,17 +6,18 @@ nothing (see `played_runs.py`).
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphport.model_def.certified_inputs import Inputs, TextInputs, read_inputs
 from graphport.model_def.compact_rows import CompactRows, Figure, RowErrors
+from graphport.model_def.conditioning import CONDITIONED_FIGURES, Conditioning, FloatLoss
 from graphport.model_def.signature import CERTIFICATE_FILE, MANIFEST_FILE, Kind, Manifest
 from graphport.model_def.text_corpus import TextEvidence
 
-CERTIFICATE_FORMAT = 4  # 3 was for decoders only
+CERTIFICATE_FORMAT = 5  # 4 did not see two tokens that changed places
 MAX_BYTES = 8_000_000  # of a file that is read; one that `export` writes is below 2 MB
 
 Against = Literal["original", "shipped"]
@@ -50,7 +51,8 @@ class Limit:
     """The largest error that a run may show against the original's rows, or against those of the bundle as exported.
 
     "same kernels": where provider, version of ONNX Runtime and kind of processor are those of the certificate.
-    `output`: the one whose rows are meant, None for all.
+    `output`: the one whose rows are meant, None for all. `conditioned`: rows of an ill-conditioned model are held to
+    what float32 loses on them (see `conditioning.py`).
     """
 
     against: Against
@@ -58,6 +60,7 @@ class Limit:
     tolerance: float
     where: Where = "anywhere"
     output: str | None = None
+    conditioned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ class Certificate:
     PyTorch; `shipped`: by run, rows of the bundle itself as it was exported. `limits`: what `verify` holds the bundle
     to. `checks`: what was measured when the certificate was made. `errors`: by run, errors of its rows then. `layers`:
     by graph, errors of each place of the model at the export. `uncovered`: what no run reaches, in words.
+    `conditioning`: what float32 itself loses, where a limit was missed without it.
     """
 
     files: Mapping[str, str]
@@ -101,6 +105,7 @@ class Certificate:
     errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     layers: Mapping[str, Any] = field(default_factory=dict)
     uncovered: tuple[str, ...] = ()
+    conditioning: Conditioning | None = None
 
     def to_json(self) -> str:
         """The text of `certificate.json`."""
@@ -111,6 +116,7 @@ class Certificate:
             "candidate": dict(self.candidate),
             "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in self.checks],
             "uncovered": list(self.uncovered),
+            "conditioning": None if self.conditioning is None else self.conditioning.to_dict(),
             "limits": [dataclasses.asdict(limit) for limit in self.limits],
             "inputs": self.inputs.to_dict(),
             "texts": None if self.texts is None else self.texts.to_dict(),
@@ -120,6 +126,12 @@ class Certificate:
             "shipped": {run: rows.to_dict() for run, rows in self.shipped.items()},
         }
         return json.dumps(plain, ensure_ascii=False)
+
+
+def loss_in(certificate: Certificate) -> Callable[[str], FloatLoss | None]:
+    """What float32 loses on the rows of an output, as the certificate has it."""
+    losses = {} if certificate.conditioning is None else certificate.conditioning.losses
+    return losses.get
 
 
 def text_of(certificate: Certificate) -> tuple[int, ...]:
@@ -182,12 +194,18 @@ def _require_same_files(path: Path, certificate: Certificate, manifest: Manifest
 
 
 def _certificate(data: dict[str, Any], kind: Kind) -> Certificate:
+    original = {str(output): CompactRows.from_dict(rows) for output, rows in data["original"].items()}
+    conditioning = None if data["conditioning"] is None else Conditioning.from_dict(data["conditioning"])
+    losses = {} if conditioning is None else conditioning.losses
+    for output, loss in losses.items():
+        if len(loss.max_abs) != len(original[output].positions):
+            raise ValueError(f"float32's loss is of other rows of {output} than eager PyTorch's")
     return Certificate(
         files={str(name): str(digest) for name, digest in data["files"].items()},
         reference=dict(data["reference"]),
         candidate=dict(data["candidate"]),
         inputs=read_inputs(kind, data["inputs"]),
-        original={str(output): CompactRows.from_dict(rows) for output, rows in data["original"].items()},
+        original=original,
         shipped={str(run): CompactRows.from_dict(rows) for run, rows in data["shipped"].items()},
         limits=tuple(_limit(limit) for limit in data["limits"]),
         texts=None if data["texts"] is None else TextEvidence.from_dict(data["texts"]),
@@ -195,13 +213,15 @@ def _certificate(data: dict[str, Any], kind: Kind) -> Certificate:
         errors=dict(data["errors"]),
         layers=dict(data["layers"]),
         uncovered=tuple(map(str, data["uncovered"])),
+        conditioning=conditioning,
     )
 
 
 def _limit(data: dict[str, Any]) -> Limit:
     limit = Limit(**data)
     kinds = ((limit.against, Against), (limit.figure, Figure), (limit.where, Where))
-    if any(value not in get_args(kind) for value, kind in kinds) or not isinstance(limit.tolerance, float | int):
+    is_known = all(value in get_args(kind) for value, kind in kinds) and isinstance(limit.tolerance, float | int)
+    if not is_known or (limit.conditioned and limit.figure not in CONDITIONED_FIGURES):
         raise ValueError(f"no limit of this version: {data}")
     return limit
 

@@ -199,7 +199,8 @@ def compare_rows(reference: CompactRows, measured: MeasuredRows, *, scale: float
         found = np.take_along_axis(rows, reference.top_ids.astype(np.intp), 1).astype(np.float64)
         total_errors = np.abs(measured.log_totals - reference.log_totals)
         max_abs = np.maximum(np.abs(found - wanted).max(axis=1), total_errors)
-        gaps = measured.projections - reference.projections
+        # rounded as the reference's are: equal rows differ by nothing, however large they are
+        gaps = measured.projections.astype(np.float32) - reference.projections.astype(np.float64)
         rms = np.sqrt((gaps**2).mean(axis=1) / reference.width)
         log_p = wanted - reference.log_totals[:, None]
         kl = _divergences(log_p, found - measured.log_totals[:, None])

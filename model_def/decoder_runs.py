@@ -19,6 +19,7 @@ from graphport.model_def.window_rows import moving_layers, rows_of
 NUM_IDS = 512  # of the text, where the model is large and no switch lies beyond
 LONGEST = 2048  # of the text; a switch beyond is not reached
 NUM_STEPS = 128  # decoded one by one
+NUM_CHUNKED_IDS = 256  # in pieces, or as far as the last switch
 
 _PRODUCTS = 6e10  # of numbers, that a forward pass over the text may take: a second or two
 _BEYOND = 16  # tokens after the last switch
@@ -102,7 +103,10 @@ def planned_runs(config: TransformerConfig, text: Sequence[int]) -> tuple[Run[Ca
     most = max(1, ROW_BYTES // (4 * config.vocab_size))
     runs = [_prefill(ids, length, most)]
     if length >= 4:
-        runs += [_decode(ids, length), _chunks(ids, length, min(most, _MOST_ROWS))]
+        runs += [
+            _decode(ids, length),
+            _chunks(ids, min(length, num_reaching(config, NUM_CHUNKED_IDS)), min(most, _MOST_ROWS)),
+        ]
     if length >= 24:
         runs += [_ragged(ids, length), _rewind(ids, length, config.vocab_size)]
     runs += [_switch(ids, at, what) for at, what in switches(config).items() if 3 <= at <= length - 3]

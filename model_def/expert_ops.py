@@ -34,7 +34,8 @@ def mixture_of_experts(
     `ExpertsConfig`. (Shazeer et al. 2017, equation 1; Jiang et al. 2024, section 2.1.)
     """
     tokens = x.reshape(-1, x.shape[-1])
-    scores = torch.softmax(router_logits.reshape(len(tokens), -1).to(torch.float32), dim=-1)
+    wide = torch.promote_types(router_logits.dtype, torch.float32)
+    scores = torch.softmax(router_logits.reshape(len(tokens), -1).to(wide), dim=-1)
     weights, chosen = scores.topk(num_chosen)  # [T, num_chosen]
     if normalized:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -14,13 +14,13 @@ from graphport.model_def.positions import rotate
 
 @torch.library.custom_op("graphport::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, statistics in float32.
+    """x / sqrt(mean(x^2) + epsilon) * weight over the last axis, statistics in float32 at least.
 
     x [..., W], weight [W]; returns x's shape and dtype. (Zhang and Sennrich 2019, equation 4.)
     """
-    wide = x.to(torch.float32)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normal = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-    return (normal * weight.to(torch.float32)).to(x.dtype)
+    return (normal * weight.to(wide.dtype)).to(x.dtype)
 
 
 @rms_norm.register_fake
@@ -296,12 +296,12 @@ def attend(
     """softmax(cap(scale * Q K^T) + bias, masked) V for queries [B, N, S, H], keys and values [B, K, T, H].
 
     `visible` bool and `bias` float broadcast to [B, N, S, T]. Order: scale, cap, bias, mask, softmax. A row that sees
-    nothing gives 0. Statistics in float32. (Vaswani et al. 2017, equation 1; the cap is Gemma 2's.)
+    nothing gives 0. Statistics in float32 at least. (Vaswani et al. 2017, equation 1; the cap is Gemma 2's.)
     """
     group = queries.shape[1] // keys.shape[1]
     keys = keys.repeat_interleave(group, dim=1)
     values = values.repeat_interleave(group, dim=1)
-    scores = (queries @ keys.transpose(-1, -2)).to(torch.float32) * scale  # [B, N, S, T]
+    scores = (queries @ keys.transpose(-1, -2)).to(torch.promote_types(queries.dtype, torch.float32)) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:

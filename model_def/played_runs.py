@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from graphport.model_def.compact_rows import (
     join_rows,
     measure_rows,
 )
+from graphport.model_def.conditioning import FloatLoss, LossFigure, explained
 
 ROW_BYTES = 1 << 26  # of float32 rows that are compared together
 
@@ -68,13 +69,16 @@ class Evidence:
 class References:
     """What runs are held to: rows of the original by output, the bundle's own by run, and limits.
 
-    Limits against the bundle's own rows apply where there are any. `keep_rows` makes those anew, to ship.
+    Limits against the bundle's own rows apply where there are any. `keep_rows` makes those anew, to ship. `loss`: what
+    float32 loses on the rows of an output, asked for when a limit that allows for it is missed; None if that is not
+    known.
     """
 
     original: Mapping[str, CompactRows]
     shipped: Mapping[str, CompactRows] = field(default_factory=dict)
     limits: Sequence[Limit]
     keep_rows: bool = False
+    loss: Callable[[str], FloatLoss | None] = lambda _: None
 
 
 def play_runs(
@@ -103,20 +107,26 @@ def play_runs(
         if references.keep_rows:
             kept[run.name] = comparison.rows()
         checks += [
-            _check(run.name, run.inputs, found[limit.against], limit)
+            _check(run, found[limit.against], limit, references.loss)
             for limit in references.limits
             if limit.against in found and limit.output in (None, run.output)
         ]
     return Evidence(checks=tuple(checks), errors=errors, rows=kept)
 
 
-def _check(name: str, inputs: str, errors: RowErrors, limit: Limit) -> Check:
+def _check(run: Run[Model], errors: RowErrors, limit: Limit, loss_of: Callable[[str], FloatLoss | None]) -> Check:
+    measured, tolerance, detail = errors.figure(limit.figure), limit.tolerance, errors.detail()
+    loss = loss_of(run.output) if limit.conditioned and not measured <= tolerance else None
+    if loss is not None:
+        figure = cast("LossFigure", limit.figure)
+        nearest = loss.nearest(figure, getattr(errors, figure), errors.positions, tolerance)
+        measured, tolerance, detail = nearest.error, nearest.limit, detail + explained(nearest, tolerance)
     return Check(
-        name=f"{name}: {limit.figure} against {_WORDS[limit.against]}",
-        measured=errors.figure(limit.figure),
-        tolerance=limit.tolerance,
-        detail=errors.detail(),
-        inputs=inputs,
+        name=f"{run.name}: {limit.figure} against {_WORDS[limit.against]}",
+        measured=measured,
+        tolerance=tolerance,
+        detail=detail,
+        inputs=run.inputs,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 
 from graphport.model_def.parity_text import PARITY_TEXT
+from graphport.model_def.vocabulary_evidence import VocabularyEvidence, vocabulary_evidence
 
 TEXTS = (
     "The capital of France is Paris.",
@@ -45,12 +46,11 @@ Render = Callable[[Sequence[Message]], str | None]  # None: the template refuses
 class TextEvidence:
     """Reference ids [texts][...] of TEXTS, and hashes of the rendered CHATS; None where the template refuses.
 
-    `corpus` is the hash of both, `vocabulary` that of `vocabulary_hash`, `chats` None without a template or where its
-    text depends on the date.
+    `corpus` is the hash of both, `chats` None without a template or where its text depends on the date.
     """
 
     corpus: str
-    vocabulary: str
+    vocabulary: VocabularyEvidence
     ids: tuple[tuple[int, ...], ...]
     chats: tuple[str | None, ...] | None
 
@@ -58,7 +58,7 @@ class TextEvidence:
         """Plain JSON data."""
         return {
             "corpus": self.corpus,
-            "vocabulary": self.vocabulary,
+            "vocabulary": self.vocabulary.to_dict(),
             "ids": [list(ids) for ids in self.ids],
             "chats": self.chats,
         }
@@ -72,7 +72,8 @@ class TextEvidence:
         ids = tuple(tuple(int(token) for token in ids) for ids in data["ids"])
         if len(ids) != len(TEXTS) or (chats is not None and len(chats) != len(CHATS)):
             raise ValueError(f"needed are ids of {len(TEXTS)} texts and {len(CHATS)} chats")
-        return cls(corpus=corpus_hash(), vocabulary=str(data["vocabulary"]), ids=ids, chats=chats)
+        vocabulary = VocabularyEvidence.from_dict(data["vocabulary"])
+        return cls(corpus=corpus_hash(), vocabulary=vocabulary, ids=ids, chats=chats)
 
     def wrong_texts(self, encode: Encode) -> list[str]:
         """The texts that `encode` turns into other ids."""
@@ -88,17 +89,7 @@ def text_evidence(tokenizer: tokenizers.Tokenizer, render: Render | None) -> Tex
     """What the reference, a tokenizer without truncation or padding, makes of the corpus."""
     chats = None if render is None else tuple(chat_hash(render(chat)) for chat in CHATS)
     ids = tuple(tuple(tokenizer.encode(text).ids) for text in TEXTS)
-    return TextEvidence(corpus=corpus_hash(), vocabulary=vocabulary_hash(tokenizer), ids=ids, chats=chats)
-
-
-def vocabulary_hash(tokenizer: tokenizers.Tokenizer) -> str:
-    """SHA-256 (hex) of the ids of every token's own text, by id: each merge is needed by the token that it makes."""
-    numbers = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
-    texts = tokenizer.decode_batch([[number] for number in numbers], skip_special_tokens=False)
-    digest = hashlib.sha256()
-    for number, encoding in zip(numbers, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
-        digest.update(f"{number}: {encoding.ids}\n".encode())
-    return digest.hexdigest()
+    return TextEvidence(corpus=corpus_hash(), vocabulary=vocabulary_evidence(tokenizer), ids=ids, chats=chats)
 
 
 def chat_hash(text: str | None) -> str | None:

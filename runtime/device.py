@@ -20,6 +20,7 @@ from graphport.runtime.cuda_libraries import CUDA_MAJOR, installed_wheels, libra
 from graphport.runtime.cuda_options import OptionValue
 
 DeviceWish = Literal["auto", "cpu", "cuda"]
+PrefillProducts = Literal["as_exported", "float32"]
 Device = Literal["cpu", "cuda"]
 
 _DRIVER = 580  # the first series of drivers for CUDA 13 on Linux
@@ -55,7 +56,7 @@ class DeviceRequest:
     """Where a caller wants to run. `device_id` and `provider_options` are for CUDA alone.
 
     `prepared`: on the CPU, take the graph that was packed for this processor, if there is one. `spinning`: idle threads
-    of the CPU wait in busy loops.
+    of the CPU wait in busy loops. `prefill_products`: see `prefill_products.py`.
     """
 
     wish: DeviceWish = "auto"
@@ -63,10 +64,14 @@ class DeviceRequest:
     provider_options: Mapping[str, OptionValue] | None = None
     prepared: bool = True
     spinning: bool = True
+    prefill_products: PrefillProducts = "as_exported"
 
     def __post_init__(self) -> None:
         if self.wish not in get_args(DeviceWish):
             raise ValueError(f"device must be one of {', '.join(get_args(DeviceWish))}; got {self.wish!r}")
+        if self.prefill_products not in get_args(PrefillProducts):
+            known = " or ".join(get_args(PrefillProducts))
+            raise ValueError(f"prefill_products must be {known}; got {self.prefill_products!r}")
         if isinstance(self.device_id, bool) or not isinstance(self.device_id, numbers.Integral):
             kind = type(self.device_id).__name__
             raise TypeError(f"device_id must be a whole number from 0, got {self.device_id!r} ({kind})")

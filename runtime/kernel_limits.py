@@ -15,7 +15,7 @@ _QUERY_NORM, _KEY_NORM = 14, 15  # inputs of GroupQueryAttention
 # Bits whose product has no fast CPU kernel for float activations: 14 ms against 0.03 ms for 1024 x 1024 weights of 8
 # bits and one row, measured. accuracy_level 4 rounds the activations to 8 bits, for which there is one.
 _SLOW_BITS = (2, 8)
-_INT8_ACTIVATIONS = 4
+_FLOAT_ACTIVATIONS, _INT8_ACTIVATIONS = 0, 4
 
 
 def kernel_limit(header: GraphHeader, cache_dtype: DType | None, device: Device) -> str | None:
@@ -39,9 +39,36 @@ def _cpu_limit(header: GraphHeader, cache_dtype: DType | None) -> str | None:
     products = header.nodes_of(_PRODUCT)
     if any(node.integers.get("weight_prepacked") for node in products):
         return "its weights lie in the order of a CUDA kernel, which the CPU would misread"
-    slow = {node.integers["bits"] for node in products if node.integers.get("accuracy_level") != _INT8_ACTIVATIONS}
+    asked = (_FLOAT_ACTIVATIONS, _INT8_ACTIVATIONS)
+    slow = {node.integers["bits"] for node in products if node.integers.get("accuracy_level") not in asked}
     for bits in sorted(slow.intersection(_SLOW_BITS)):
         return f"its {bits}-bit products ask for float activations, hundreds of times slower on the CPU than 8-bit ones"
+    return None
+
+
+def slow_products(header: GraphHeader) -> str | None:
+    """What makes the graph slow on the CPU because it was exported so, with exact activations; None if nothing does."""
+    exact = [node for node in header.nodes_of(_PRODUCT) if node.integers.get("accuracy_level") == _FLOAT_ACTIVATIONS]
+    bits = sorted({node.integers["bits"] for node in exact}.intersection(_SLOW_BITS))
+    if not bits:
+        return None
+    widths = " and ".join(f"{each}-bit" for each in bits)
+    return (
+        f"its {widths} products take activations as they are (accuracy_level 0), hundreds of times slower than rounded"
+    )
+
+
+def float_products_limit(header: GraphHeader) -> str | None:
+    """Why no product of the graph could have float32 activations on the CPU for rounded ones; None when one could."""
+    products = header.nodes_of(_PRODUCT)
+    rounded = {node.integers["bits"] for node in products if node.integers.get("accuracy_level") == _INT8_ACTIVATIONS}
+    if not products:
+        return "its matrices are not quantised, so its products are floats already"
+    if not rounded:
+        return "its products have activations as they are already (accuracy_level 0)"
+    if rounded.issubset(_SLOW_BITS):
+        bits = " and ".join(map(str, sorted(rounded)))
+        return f"its matrices have {bits} bits, and the CPU's product with float activations is for 4"
     return None
 
 

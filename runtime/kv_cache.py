@@ -11,13 +11,14 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import DType, TensorSpec
 from graphport.model_def.window_rows import WindowRows
 from graphport.runtime.cache_buffer import CacheBuffer, HostBuffer, KeptRows, Rows
 from graphport.runtime.cache_growth import Growth, GrowthWish, shapes_for
 from graphport.runtime.cache_sizes import cache_sizes, is_moving
 from graphport.runtime.device import Device
-from graphport.runtime.memory import free_memory, require_memory
+from graphport.runtime.memory import require_memory
 from graphport.runtime.source_rows import SourceRows
 
 

@@ -23,14 +23,15 @@ from graphport.runtime.background import Background
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
-from graphport.runtime.device import Device, DeviceWish
+from graphport.runtime.device import Device, DeviceWish, PrefillProducts
 from graphport.runtime.draft_sources import check_drafts, speculation_source
 from graphport.runtime.engine import Engine
 from graphport.runtime.engine_statistics import EngineStatistics, engine_statistics
 from graphport.runtime.generation_output import GenerationOutput, generation_output, kept_state
 from graphport.runtime.intake import Intake, Prompt
 from graphport.runtime.limits import MOST_ROWS, checked_count
-from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.prefill_products import default_chunk
 from graphport.runtime.prefix_cache import checked_prefix_budget
 from graphport.runtime.request import Request
 from graphport.runtime.request_options import RequestArguments, RequestOptions
@@ -53,6 +54,7 @@ class LanguageModel:
     """An open bundle. Methods may be called from several threads: their requests share the batch (see `turns.py`).
 
     Attributes: `device`, `device_id`, `provider_options` (those that CUDA took), `memory_plan`, `threads`,
+    `is_prepared`, `prefill_products`, `prefill_chunk`,
     `max_length`, `vocab_size`, `manifest`, `tokenizer` (None if the bundle has none).
     """
 
@@ -74,6 +76,7 @@ class LanguageModel:
         stream: int | None = None,
         spinning: bool = True,
         prepared: bool = True,
+        prefill_products: PrefillProducts = "as_exported",
     ) -> None:
         if bundle.manifest.kind not in ("decoder", "encoder_decoder"):
             why = "which continues no text"
@@ -84,7 +87,7 @@ class LanguageModel:
         longest = bundle.manifest.max_length
         wish = longest if max_length is None else max_length
         self.max_length = checked_count("max_length", wish, most=longest, reason=", the bundle's own")
-        chunk = PREFILL_CHUNKS[bundle.manifest.target] if prefill_chunk is None else prefill_chunk
+        chunk = default_chunk(bundle.manifest.target, prefill_products) if prefill_chunk is None else prefill_chunk
         limits = RunLimits(
             max_batch=checked_count("max_batch", max_batch, most=MOST_ROWS),
             max_length=self.max_length,
@@ -111,6 +114,7 @@ class LanguageModel:
                 stream=stream,
                 spinning=spinning,
                 prepared=prepared,
+                prefill_products=prefill_products,
                 on_checked=checked.set,
             )
             opening.add_done_callback(lambda _: checked.set())  # it may fail before
@@ -122,7 +126,8 @@ class LanguageModel:
         return_freed()  # what reading the tokenizer took
         self.vocab_size = session.vocab_size
         self.threads = session.threads
-        self.is_prepared = session.is_prepared
+        self.is_prepared, self.prefill_products = session.is_prepared, session.prefill_products
+        self.prefill_chunk = limits.prefill_chunk
         self.device: Device = session.device
         self.device_id = session.device_id
         self.provider_options = session.provider_options
@@ -137,7 +142,12 @@ class LanguageModel:
         self._intake = Intake(
             bundle.manifest,
             self.tokenizer,
-            identity=ModelIdentity.of(bundle.manifest, is_prepared=session.is_prepared, chunk=engine.reused_chunk),
+            identity=ModelIdentity.of(
+                bundle.manifest,
+                is_prepared=session.is_prepared,
+                prefill_products=session.prefill_products,
+                chunk=engine.reused_chunk,
+            ),
             max_length=self.max_length,
             max_batch=limits.max_batch,
             new_speculation=speculation_source(

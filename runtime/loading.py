@@ -14,7 +14,7 @@ from graphport.model_def.towers import IMAGES_FOLDER, find_towers
 from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
-from graphport.runtime.device import DeviceWish
+from graphport.runtime.device import DeviceWish, PrefillProducts
 from graphport.runtime.dual_encoder import DualEncoder, load_dual_encoder
 from graphport.runtime.encoder import ENCODER_BATCH, Encoder
 from graphport.runtime.image_encoder import IMAGE_BATCH, ImageEncoder
@@ -47,6 +47,7 @@ def load(
     stream: int | None = None,
     spinning: bool | None = None,
     prepared: bool | None = None,
+    prefill_products: PrefillProducts | None = None,
     tuned: bool = True,
     strict: bool = False,
 ) -> LanguageModel | Encoder | ImageEncoder | DualEncoder | RecurrentModel:
@@ -55,7 +56,8 @@ def load(
     A bundle of linear attention is a `RecurrentModel`, which generates as a decoder does and steps over states.
 
     max_batch: by default 8 prompts of a decoder, 32 texts of an encoder, 8 images of an image encoder. prefill_chunk,
-    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning and prepared=True are a decoder's.
+    prefix_cache_bytes, prompt_lookup, draft, cuda_graphs=True, spinning, prepared=True and prefill_products are a
+    decoder's.
     Raises ManifestError, DeviceError, NotEnoughMemoryError, ValueError.
     """
     require_flags(tuned=tuned, strict=strict)
@@ -79,6 +81,7 @@ def load(
             stream=stream,
             spinning=spinning,
             prepared=prepared,
+            prefill_products=prefill_products,
             tuned=tuned,
             strict=strict,
         )
@@ -91,6 +94,7 @@ def load(
         "cuda_graphs": cuda_graphs not in ("auto", False),
         "spinning": spinning is not None,
         "prepared": prepared is True,
+        "prefill_products": prefill_products not in (None, "as_exported"),
         "max_length": towers is not None and max_length is not None,
     }
     if any(refused.values()):

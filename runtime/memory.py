@@ -3,10 +3,6 @@
 In: a manifest and sizes. Out: bytes, or a refusal with the numbers. It allocates nothing.
 """
 
-from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]  # it ships no types
-
 from graphport.model_def.signature import DType, Manifest, TensorSpec, past_key
 
 ELEMENT_BYTES: dict[DType, int] = {
@@ -31,17 +27,6 @@ def cache_specs(manifest: Manifest) -> tuple[TensorSpec, ...]:
     """The cache inputs of the graph, K and V of layer 0 first."""
     prefix = past_key(0).split(".", maxsplit=1)[0]
     return tuple(spec for spec in manifest.signature.inputs if spec.name.startswith(prefix))
-
-
-def free_memory() -> int:
-    """Bytes this process may still take: of the machine, or of its cgroup if that is less."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
-    except OSError:  # no cgroup v2 limit to respect
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
 
 
 def require_memory(needed: int, free: int, *, what: str, advice: str) -> None:

@@ -19,12 +19,8 @@ from graphport.model_def.signature import DType
 from graphport.runtime.cache_sizes import CacheSizes
 from graphport.runtime.device import Device
 from graphport.runtime.memory import ELEMENT_BYTES, MIB
+from graphport.runtime.prefill_products import FLOAT_STEP
 from graphport.runtime.speculation import LONGEST_DRAFT
-
-# Prompt tokens a step by target, unless the caller chooses. On the CPU more take long and gain little: 1,483 tokens a
-# second in chunks of 64, 1,558 in chunks of 128, 1,503 in chunks of 512 (SmolLM2-135M, its exact GGUF, two threads, 512
-# tokens); and where results depend on cuts, a cached beginning is used again in whole chunks.
-PREFILL_CHUNKS = {"cpu": 64, "cuda": 512}
 
 # Logits of all positions are taken in pieces of at most this many bytes.
 SCORING_BYTES = 64 * MIB
@@ -49,7 +45,7 @@ class ModelSizes:
     type of activations. cache: bytes a token of a row. fused_attention: whether one kernel a layer computes it.
     samples: whether the graph reduces its logits. source_bytes: of one row's longest source, of an encoder-decoder.
     repacked: bytes of blocks that stay beside a copy in a kernel's own order. timing: bytes that choosing among kernels
-    takes while the session is opened.
+    takes while the session is opened. float_products: whether a second session runs the long steps of prompts.
     """
 
     config: TransformerConfig
@@ -64,6 +60,7 @@ class ModelSizes:
     source_bytes: int = 0
     repacked: int = 0
     timing: int = 0
+    float_products: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +72,17 @@ class RunLimits:
     prefill_chunk: int
 
 
+# Those of a plan, as they are listed.
+PLANNED_PARTS = ("weights", "repacked", "timing", "float_products", "workspace", "logits", "libraries", "cache")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Bytes on `device` by part.
 
     `weights`: as the kernels hold them. `repacked`: what they hold twice. `timing`: while the session is opened, before
-    there is a workspace or a cache. `workspace`: what ONNX Runtime takes for one step. `logits`: what a step gives.
+    there is a workspace or a cache. `float_products`: weights as the kernels of a second session for prompts hold them.
+    `workspace`: what ONNX Runtime takes for one step, of each session. `logits`: what a step gives.
     `libraries`: outside ONNX Runtime's own allocators. `cache`: max_batch rows of max_length tokens.
     """
 
@@ -89,6 +91,7 @@ class MemoryPlan:
     weights: int
     repacked: int
     timing: int
+    float_products: int
     workspace: int
     logits: int
     libraries: int
@@ -97,9 +100,8 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """Bytes at the peak: when the session is opened, or when it runs."""
-        return (
-            self.weights + self.repacked + self.libraries + max(self.timing, self.workspace + self.logits + self.cache)
-        )
+        held = self.weights + self.repacked + self.float_products + self.libraries
+        return held + max(self.timing, self.workspace + self.logits + self.cache)
 
     @property
     def arena_limit(self) -> int:
@@ -108,20 +110,23 @@ class MemoryPlan:
 
     def parts(self) -> str:
         """The parts in words, those of no bytes left out."""
-        named = ("weights", "repacked", "timing", "workspace", "logits", "libraries", "cache")
-        return ", ".join(f"{name} {getattr(self, name) / MIB:.1f}" for name in named if getattr(self, name))
+        return ", ".join(f"{name} {getattr(self, name) / MIB:.1f}" for name in PLANNED_PARTS if getattr(self, name))
 
 
 def plan_memory(sizes: ModelSizes, limits: RunLimits) -> MemoryPlan:
     """What a run within `limits` takes at most."""
+    steps = [limits]  # the largest of each session
+    if sizes.float_products:
+        steps.append(dataclasses.replace(limits, prefill_chunk=min(limits.prefill_chunk, FLOAT_STEP - 1)))
     return MemoryPlan(
         device=sizes.device,
         limits=limits,
         weights=_weights(sizes),
         repacked=sizes.repacked,
         timing=sizes.timing,
-        workspace=_workspace(sizes, limits),
-        logits=_logits_bytes(sizes, limits),
+        float_products=int(_PACKED_BLOCKS * sizes.blocks) if sizes.float_products else 0,
+        workspace=sum(_workspace(sizes, step) for step in steps),
+        logits=sum(_logits_bytes(sizes, step) for step in steps),
         libraries=_LIBRARY_BYTES if sizes.device == "cuda" else 0,
         cache=sizes.cache.num_bytes(limits.max_batch, limits.max_length, max(limits.prefill_chunk, 1 + LONGEST_DRAFT))
         + sizes.source_bytes * limits.max_batch,

@@ -18,8 +18,13 @@ _ATTENTIONS, _PRODUCT = ("GroupQueryAttention", "MultiHeadAttention"), "MatMulNB
 _TIMED_ROWS = 2048
 
 
-def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = False) -> ModelSizes:
-    """The sizes of `bundle` on `device`. `compact_gemm`: whether CUDA's MatMulNBits orders weights for its own GEMM."""
+def model_sizes(
+    bundle: BundleFiles, device: Device, *, compact_gemm: bool = False, float_products: bool = False
+) -> ModelSizes:
+    """The sizes of `bundle` on `device`. `compact_gemm`: whether CUDA's MatMulNBits orders weights for its own GEMM.
+
+    `float_products`: whether a second session runs prompts.
+    """
     header = bundle.header
     blocks = {name for node in header.nodes_of(_PRODUCT) for name in node.inputs[1:3]}
     return ModelSizes(
@@ -35,6 +40,7 @@ def model_sizes(bundle: BundleFiles, device: Device, *, compact_gemm: bool = Fal
         samples=bundle.manifest.samples_on_device,
         repacked=_num_bytes(header, blocks & _read_elsewhere(header)) if compact_gemm else 0,
         timing=max(map(_timing_bytes, header.nodes_of(_PRODUCT)), default=0) if compact_gemm else 0,
+        float_products=float_products,
     )
 
 

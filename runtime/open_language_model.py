@@ -11,9 +11,9 @@ from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.certified_bundle import require_certified, require_same_surroundings
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import GraphWish
-from graphport.runtime.device import DeviceWish
+from graphport.runtime.device import DeviceWish, PrefillProducts
 from graphport.runtime.language_model import DECODER_BATCH, LanguageModel
-from graphport.runtime.tuning import tuned_choice
+from graphport.runtime.tuning import prompt_phase, tuned_choice
 
 
 def load_language_model(
@@ -33,6 +33,7 @@ def load_language_model(
     stream: int | None = None,
     spinning: bool | None = None,
     prepared: bool | None = None,
+    prefill_products: PrefillProducts | None = None,
     tuned: bool = True,
     strict: bool = False,
 ) -> LanguageModel:
@@ -48,22 +49,32 @@ def load_language_model(
     replayed; "auto" does without, and logs it, where ONNX Runtime cannot capture the graph. stream: the cudaStream_t to
     run on, by default one of the session's own that is ordered with the legacy default stream. spinning: idle threads
     of the CPU wait in busy loops, which answers sooner and takes processors from others; by default they do. prepared:
-    on the CPU, take the graph that `prepare` packed for this processor, by default if there is one. tuned: what `tune`
-    measured on this machine, if it did, is the default of threads, spinning, prefill_chunk and prepared. strict: refuse
-    changed bytes, a bundle without certificate, and a provider or ONNX Runtime other than certified; the graph runs as
-    it was certified, not as packed for this processor, and nothing is taken from `tune`. Raises ManifestError,
-    CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an encoder's bundle.
+    on the CPU, take the graph that `prepare` packed for this processor, by default if there is one. prefill_products:
+    "float32" runs steps of 96 and more prompt tokens in a second session, whose 4-bit matrices multiply activations as
+    they are, prefill_chunk then being 128 by default; by default "as_exported". tuned: what `tune` measured on this
+    machine, if it did, is the default of threads, spinning, prefill_products, prefill_chunk and prepared. strict:
+    refuse prefill_products="float32", changed bytes, a bundle without certificate, and a provider or ONNX Runtime other
+    than certified; the graph runs as it was certified, not as packed for this processor, and nothing is taken from
+    `tune`. Raises ManifestError, CertificateError, DeviceError, NotEnoughMemoryError, and ValueError, also for an
+    encoder's bundle.
     """
     require_flags(tuned=tuned, strict=strict)
     require_optional_flags(spinning=spinning, prepared=prepared)
     files = open_bundle(bundle)
+    if strict and prefill_products == "float32":
+        raise ValueError(
+            f"{files.folder}: strict=True runs a bundle as it was certified, and prefill_products='float32' computes "
+            "prompts otherwise; leave one of them out"
+        )
     certificate = require_certified(files) if strict else None
     choice = tuned_choice(files, device=device) if tuned and not strict else None
     if choice is not None:
         threads = choice.threads if threads is None else threads
         spinning = choice.spinning if spinning is None else spinning
-        prefill_chunk = choice.prefill_chunk if prefill_chunk is None else prefill_chunk
         prepared = choice.packed if prepared is None else prepared
+    products, prefill_chunk = prompt_phase(
+        choice, products=prefill_products, chunk=prefill_chunk, max_length=max_length
+    )
     lm = LanguageModel(
         files,
         device=device,
@@ -80,6 +91,7 @@ def load_language_model(
         stream=stream,
         spinning=spinning is not False,
         prepared=prepared is not False and not strict,
+        prefill_products=products,
     )
     try:
         if prepared and not lm.is_prepared:

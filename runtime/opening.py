@@ -13,6 +13,7 @@ from typing import Any
 
 import onnxruntime
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import BARE_GRAPH_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_growth import FIRST_CAPACITY
@@ -29,10 +30,11 @@ from graphport.runtime.device import (
     default_threads,
     open_inference_session,
 )
-from graphport.runtime.kernel_limits import kernel_limit
-from graphport.runtime.memory import MIB, free_memory, require_memory
+from graphport.runtime.kernel_limits import kernel_limit, slow_products
+from graphport.runtime.memory import MIB, require_memory
 from graphport.runtime.memory_plan import MemoryPlan, RunLimits, longest_that_fits, most_rows_that_fit, plan_memory
 from graphport.runtime.model_sizes import model_sizes
+from graphport.runtime.prefill_products import FLOAT_ENTRIES, FLOAT_STEP, require_float_products, require_heeded
 from graphport.runtime.prepared import Probe, find_prepared, probe_problem
 from graphport.runtime.resident_memory import forget_mapped, return_freed
 
@@ -60,7 +62,8 @@ _log = logging.getLogger(__name__)
 class OpenedGraph:
     """A session, where it runs, the plan of its memory, and the options that its provider took (none on the CPU).
 
-    `is_prepared`: whether it is the graph that was packed for this processor.
+    `is_prepared`: whether it is the graph that was packed for this processor. `prefill`: a second session with float32
+    products, for the long steps of prompts, where that was asked for.
     """
 
     session: Any
@@ -69,6 +72,7 @@ class OpenedGraph:
     plan: MemoryPlan
     provider_options: Mapping[str, str]
     is_prepared: bool = False
+    prefill: Any | None = None
 
 
 def open_graph(
@@ -89,6 +93,10 @@ def open_graph(
     """
     options = checked_options(request.provider_options)
     device, reason = choose_device(request, target=bundle.manifest.target)
+    has_floats = request.prefill_products == "float32"
+    if has_floats:
+        require_float_products(bundle, device, prefill_chunk=limits.prefill_chunk, max_length=limits.max_length)
+        require_heeded(FLOAT_ENTRIES)
     if device == "cuda":
         on_checked()
         try:
@@ -102,19 +110,30 @@ def open_graph(
     if request.wish == "auto":
         level = logging.WARNING if bundle.manifest.target == "cuda" else logging.INFO
         _log.log(level, "device auto: cpu (%s)", reason)
-    plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU")
+    plan = _checked_plan(bundle, "cpu", limits, free_memory(), name="the CPU", float_products=has_floats)
     entries = {} if request.spinning else _SLEEPING_ENTRIES
     found = _find_prepared(bundle) if request.prepared else None
     on_checked()
-    session = _open_prepared(bundle, *found, threads=threads, entries=entries) if found else None
+    packed = _open_prepared(bundle, *found, threads=threads, entries=entries) if found else None
+    session = packed or _open(bundle, "cpu", {}, threads=threads, entries=entries)
     return OpenedGraph(
-        session=session or _open(bundle, "cpu", {}, threads=threads, entries=entries),
+        session=session,
         device="cpu",
         device_id=0,
         plan=plan,
         provider_options={},
-        is_prepared=session is not None,
+        is_prepared=packed is not None,
+        prefill=_open_float_products(bundle, threads=threads, entries=entries) if has_floats else None,
     )
+
+
+def _open_float_products(bundle: BundleFiles, *, threads: int, entries: Mapping[str, str]) -> Any:  # noqa: ANN401 - ORT is untyped
+    """The bundle's graph once more, its 4-bit products with float32 activations; other weights are the same pages."""
+    session = _open(bundle, "cpu", {}, threads=threads, entries={**entries, **FLOAT_ENTRIES})
+    forget_mapped(bundle.graph.with_name(bundle.weights))
+    return_freed()
+    _log.info("%s: steps of %d prompt tokens and more have float32 products", bundle.folder, FLOAT_STEP)
+    return session
 
 
 def _find_prepared(bundle: BundleFiles) -> tuple[Path, Probe] | None:
@@ -225,18 +244,23 @@ def _require_cpu_kernels(bundle: BundleFiles, reason: str) -> None:
             f"{bundle.folder} cannot run on the CPU: {limit}; export it for the CPU with "
             f"`graphport export SOURCE OUT --target cpu`, or run it on a GPU ({cuda})"
         )
+    if (slow := slow_products(bundle.header)) is not None:
+        _log.warning("%s: %s; export with --accuracy-level 4 for speed", bundle.folder, slow)
 
 
-def _checked_plan(bundle: BundleFiles, device: Device, limits: RunLimits, free: int, *, name: str) -> MemoryPlan:
+def _checked_plan(
+    bundle: BundleFiles, device: Device, limits: RunLimits, free: int, *, name: str, float_products: bool = False
+) -> MemoryPlan:
     """The plan for `limits`; refused unless the weights, one small step and its cache fit into `free` bytes."""
-    sizes = model_sizes(bundle, device, compact_gemm=device == "cuda")
+    sizes = model_sizes(bundle, device, compact_gemm=device == "cuda", float_products=float_products)
+    without = ", give prefill_products='as_exported'" if float_products else ""
     length = min(FIRST_CAPACITY, limits.max_length)
     least = plan_memory(sizes, RunLimits(max_batch=1, max_length=length, prefill_chunk=limits.prefill_chunk))
     require_memory(
         least.total,
         free,
         what=f"opening {bundle.folder} on {name} for one row of {length} tokens ({least.parts()} MiB)",
-        advice="no context fits; free memory there, or export with a smaller precision",
+        advice=f"no context fits; free memory there{without}, or export with a smaller precision",
     )
     plan = plan_memory(sizes, limits)
     if plan.total > free:

@@ -6,14 +6,14 @@ In: sizes of a model and limits of a run. Out: a `PlanReport`. It opens no sessi
 from dataclasses import dataclass
 
 from graphport.model_def.config import TransformerConfig
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import DType, decoder_signature, past_key, past_value
 from graphport.model_def.window_rows import rows_of
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_sizes import cache_sizes
 from graphport.runtime.cuda_device import CudaError, device_memory
-from graphport.runtime.device import Device
+from graphport.runtime.device import Device, PrefillProducts
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import free_memory
 from graphport.runtime.memory_plan import (
     MemoryPlan,
     ModelSizes,
@@ -23,6 +23,7 @@ from graphport.runtime.memory_plan import (
     plan_memory,
 )
 from graphport.runtime.model_sizes import model_sizes
+from graphport.runtime.prefill_products import require_float_products
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,20 @@ class PlanReport:
         return None if self.free is None else self.plan.total <= self.free
 
 
-def report_bundle(bundle: BundleFiles, limits: RunLimits) -> PlanReport:
-    """The report for an exported bundle, on the device that it was exported for. Raises ValueError for its limits."""
+def report_bundle(
+    bundle: BundleFiles, limits: RunLimits, *, prefill_products: PrefillProducts = "as_exported"
+) -> PlanReport:
+    """The report for an exported bundle, on the device that it was exported for.
+
+    Raises ValueError for its limits, and for products that it cannot have.
+    """
     checked_count("context", limits.max_length, most=bundle.manifest.max_length, reason=", the bundle's own")
     device: Device = "cuda" if bundle.manifest.target == "cuda" else "cpu"
-    return _report(model_sizes(bundle, device, compact_gemm=device == "cuda"), limits)
+    is_float = prefill_products == "float32"
+    if is_float:
+        require_float_products(bundle, device, prefill_chunk=limits.prefill_chunk, max_length=limits.max_length)
+    sizes = model_sizes(bundle, device, compact_gemm=device == "cuda", float_products=is_float)
+    return _report(sizes, limits)
 
 
 def report_config(

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.free_memory import free_memory
 from graphport.runtime.cache_buffer import Rows
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import free_memory, require_memory
+from graphport.runtime.memory import require_memory
 
 Ids = NDArray[np.int64]
 

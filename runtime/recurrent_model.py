@@ -67,7 +67,7 @@ class RecurrentModel(OpenEncoder):
         self._intake = Intake(
             bundle.manifest,
             self.tokenizer,
-            identity=ModelIdentity.of(bundle.manifest, is_prepared=False, chunk=None),
+            identity=ModelIdentity.of(bundle.manifest, is_prepared=False, prefill_products="as_exported", chunk=None),
             max_length=self.max_length,
             max_batch=self.max_batch,
         )

@@ -19,8 +19,9 @@ from graphport.model_def.signature import GRAPH_FILE, WEIGHTS_FILE, Manifest, Te
 from graphport.model_def.whole_files import OWN, write_whole
 from graphport.runtime.cache_buffer import NUMPY_DTYPES, Rows
 from graphport.runtime.cache_sizes import is_moving
+from graphport.runtime.device import PrefillProducts
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3  # 2 did not say with which products prompts were run
 
 _HEADER, _TOKEN_IDS = "header", "token_ids"
 
@@ -30,6 +31,7 @@ class ModelIdentity:
     """What rows depend on: the graph and its weights (SHA-256 of each), precisions, this package's version.
 
     `is_prepared`: whether the graph is the one packed for this processor, whose products round in other places.
+    `prefill_products`: what those of a prompt's long steps were.
 
     `chunk`: the size of a prompt's chunks where results depend on it, else 0.
     """
@@ -40,10 +42,13 @@ class ModelIdentity:
     cache_dtype: str
     graphport_version: str
     is_prepared: bool
+    prefill_products: str
     chunk: int
 
     @classmethod
-    def of(cls, manifest: Manifest, *, is_prepared: bool, chunk: int | None) -> "ModelIdentity":
+    def of(
+        cls, manifest: Manifest, *, is_prepared: bool, prefill_products: PrefillProducts, chunk: int | None
+    ) -> "ModelIdentity":
         """The identity of a bundle opened with chunks of that size."""
         sums = {name: record.sha256 for name, record in manifest.files.items()}
         return cls(
@@ -53,6 +58,7 @@ class ModelIdentity:
             cache_dtype=str(manifest.cache_dtype),
             graphport_version=graphport.__version__,
             is_prepared=is_prepared,
+            prefill_products=prefill_products,
             chunk=chunk or 0,
         )
 

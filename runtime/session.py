@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from graphport.model_def.free_memory import free_memory
 from graphport.model_def.signature import DType, source_specs
 from graphport.runtime.bundle_files import BundleFiles
 from graphport.runtime.cache_buffer import CudaBuffer, HostBuffer
@@ -22,16 +23,24 @@ from graphport.runtime.cuda_device import device_memory
 from graphport.runtime.cuda_options import OptionValue
 from graphport.runtime.cuda_setup import CudaSetup, GraphWish
 from graphport.runtime.decode_graphs import padded_batch
-from graphport.runtime.device import Device, DeviceError, DeviceRequest, DeviceWish, default_threads
+from graphport.runtime.device import (
+    Device,
+    DeviceError,
+    DeviceRequest,
+    DeviceWish,
+    PrefillProducts,
+    default_threads,
+)
 from graphport.runtime.device_memory import CudaMemory, DeviceMemory, HostMemory
 from graphport.runtime.dlpack import DeviceIds, SupportsDlpack, take_ids
 from graphport.runtime.graph_checks import check_config, check_placement, check_signature, node_placement
 from graphport.runtime.kernel_limits import has_int8_activations
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory import cache_specs, free_memory
+from graphport.runtime.memory import cache_specs
 from graphport.runtime.memory_plan import RunLimits
 from graphport.runtime.opening import open_graph
+from graphport.runtime.prefill_products import FLOAT_STEP
 from graphport.runtime.runners import CpuRunner, CudaRunner, Runner
 from graphport.runtime.source_rows import SourceRows
 from graphport.runtime.source_session import SourceSession
@@ -49,8 +58,8 @@ class Session:
     """An open decoder graph.
 
     Attributes: `device` and `device_id`, where it runs; `provider_options`, those that CUDA took; `memory_plan`, for
-    runs within the limits given; `is_prepared`, whether it is the graph packed for this processor; `threads`;
-    `vocab_size`; `placement`, number of nodes by (provider, op type).
+    runs within the limits given; `is_prepared`, whether it is the graph packed for this processor; `prefill_products`,
+    what those of long steps are; `threads`; `vocab_size`; `placement`, number of nodes by (provider, op type).
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class Session:
         stream: int | None = None,
         prepared: bool = True,
         spinning: bool = True,
+        prefill_products: PrefillProducts = "as_exported",
         on_checked: Callable[[], None] = lambda: None,
     ) -> None:
         """See `load`. Raises DeviceError, NotEnoughMemoryError, ValueError, TypeError.
@@ -82,12 +92,14 @@ class Session:
             provider_options=provider_options,
             prepared=prepared,
             spinning=spinning,
+            prefill_products=prefill_products,
         )
         cuda = CudaSetup(cuda_graphs=cuda_graphs, stream=stream, device_id=request.device_id)
         opened = open_graph(bundle, request, limits, cuda, threads=self.threads, on_checked=on_checked)
         self._session, self.device, self.device_id = opened.session, opened.device, opened.device_id
         self.provider_options, self.memory_plan = opened.provider_options, opened.plan
-        self.is_prepared = opened.is_prepared
+        self.is_prepared, self.prefill_products = opened.is_prepared, prefill_products
+        self._prefill = opened.prefill
         self.manifest = bundle.manifest
         self.vocab_size = bundle.manifest.config.vocab_size
         self.placement = node_placement(self._session)
@@ -102,8 +114,9 @@ class Session:
         self.cache_specs = cache_specs(bundle.manifest)
         self._rounds_activations = self.device == "cpu" and has_int8_activations(bundle.header)
         self._runner: Runner = CpuRunner(self._session) if self.device == "cpu" else CudaRunner(self._session, cuda)
+        self._prefill_runner: Runner | None = None if self._prefill is None else CpuRunner(self._prefill)
         self._decode_tensors: dict[tuple[int, bool], StepTensors] = {}
-        self._other_tensors: dict[bool, StepTensors] = {}
+        self._other_tensors: dict[tuple[bool, bool], StepTensors] = {}
         # Attributes go in the order in which they were set: the stream last, after the session that runs on it.
         self._memory: DeviceMemory = HostMemory() if self.device == "cpu" else CudaMemory(cuda.runtime)
 
@@ -193,8 +206,8 @@ class Session:
         `ids` are integers of any layout on the host, or contiguous int64 on the session's device, in anything that
         speaks DLPack. `rows` [R] are indices into the flattened [B * S] positions; None asks for the last position of
         each row. Rows may differ in length when S is 1; several new tokens a row need B = 1 (GroupQueryAttention's
-        rule). The outputs are complete, and the next step overwrites them. The slots must be active. If a step fails,
-        their lengths stay.
+        rule). With float32 `prefill_products` steps of 96 tokens and more have these. The outputs are complete, and the
+        next step overwrites them. The slots must be active. If a step fails, their lengths stay.
         """
         taken = take_ids(ids, self._memory)
         batch, length = taken.shape
@@ -239,36 +252,39 @@ class Session:
         if rows is None:
             rows = np.arange(length - 1, size * length, length)
         shape = StepShape(batch=size, length=length, num_rows=len(rows))
-        tensors = self._tensors(shape, is_decode=is_decode, is_captured=captured is not None)
+        prefill = self._prefill_runner if length >= FLOAT_STEP else None
+        tensors = self._tensors(
+            shape, is_decode=is_decode, is_captured=captured is not None, is_prefill=prefill is not None
+        )
         flat = ids if isinstance(ids, DeviceIds) else ids.reshape(-1)
         total = cache.capacity if captured else longest
         tensors.write(flat, seqlens, rows, total=total, held=cache.held(first_slot, batch) + length)
         binding = tensors.bind(cache, first_slot, shape)
-        self._runner.run(binding, tensors.bound_to() if captured else None)
+        (prefill or self._runner).run(binding, tensors.bound_to() if captured else None)
         if is_decode and tensors.has_samples:
             return tensors.outputs_fed_back(size, batch)
         return tensors.outputs(batch if is_decode else len(rows))
 
-    def _tensors(self, shape: StepShape, *, is_decode: bool, is_captured: bool) -> StepTensors:
+    def _tensors(self, shape: StepShape, *, is_decode: bool, is_captured: bool, is_prefill: bool) -> StepTensors:
         """Those of a decode step are kept by batch, so that captured graphs find them where they were.
 
-        Of the others, chunks that give one row and steps that give many take turns: each kind has its own.
+        Of the others, chunks that give one row and steps that give many take turns: each kind has its own, in either
+        session.
         """
         if not is_decode:
-            gives_many = shape.num_rows > 1
-            others = self._other_tensors.get(gives_many)
+            kind = shape.num_rows > 1, is_prefill
+            others = self._other_tensors.get(kind)
             if others is None or not others.room.covers(shape):
-                others = self._other_tensors[gives_many] = self._new_tensors(shape)
+                session = self._prefill if is_prefill else self._session
+                others = self._other_tensors[kind] = StepTensors(session, self._memory, self.manifest, shape)
             return others
         room = shape.batch if is_captured else padded_batch(shape.batch, sys.maxsize)
         known = self._decode_tensors.get((room, is_captured))
         if known is None:
-            known = self._new_tensors(StepShape(batch=room, length=1, num_rows=room))
+            decoding = StepShape(batch=room, length=1, num_rows=room)
+            known = StepTensors(self._session, self._memory, self.manifest, decoding)
             self._decode_tensors[room, is_captured] = known
         return known
-
-    def _new_tensors(self, room: StepShape) -> StepTensors:
-        return StepTensors(self._session, self._memory, self.manifest, room)
 
 
 def checked_threads(threads: int) -> int:

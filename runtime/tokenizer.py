@@ -16,7 +16,7 @@ import tokenizers
 
 from graphport.model_def.flags import require_flags
 from graphport.model_def.signature import CHAT_TEMPLATE_FILE, SPECIAL_TOKEN_NAMES, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
-from graphport.model_def.text_corpus import vocabulary_hash
+from graphport.model_def.vocabulary_evidence import VocabularyEvidence, vocabulary_evidence
 from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.text_stream import TextStream, bytes_of_token
 
@@ -117,9 +117,13 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         return vocabulary
 
-    def vocabulary_hash(self) -> str:
-        """What a certificate holds a tokenizer to, beside texts: the ids of every token's own text, hashed."""
-        return vocabulary_hash(self._tokenizer)
+    def vocabulary_evidence(self) -> VocabularyEvidence:
+        """What a certificate holds a tokenizer to, beside texts."""
+        return vocabulary_evidence(self._tokenizer)
+
+    def token(self, token_id: int) -> str | None:
+        """How the vocabulary spells an id; None for an id without a token."""
+        return self._tokenizer.id_to_token(token_id)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, by default without special tokens. Raises ValueError for an id that has no token."""

@@ -9,7 +9,7 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import onnxruntime
 
@@ -17,11 +17,12 @@ from graphport.model_def.file_hashes import hash_file
 from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import PREPARED_FILE, PREPARED_FOLDER, TUNING_FILE
 from graphport.runtime.bundle_files import BundleFiles
-from graphport.runtime.device import DeviceWish, default_threads
+from graphport.runtime.device import DeviceWish, PrefillProducts, default_threads
 from graphport.runtime.limits import checked_count
+from graphport.runtime.prefill_products import FLOAT_STEP
 from graphport.runtime.prepared import source_hashes
 
-TUNING_FORMAT = 1
+TUNING_FORMAT = 2  # 1 knew no products of prompts, and compared medians of seconds
 
 _log = logging.getLogger(__name__)
 
@@ -31,34 +32,45 @@ class Choice:
     """How a decoder's bundle is opened on the CPU.
 
     `packed`: the graph packed for this processor, else as exported. `spinning`: whether idle threads wait in busy
-    loops. `prefill_chunk`: prompt tokens a step.
+    loops. `prefill_products`: those of long steps. `prefill_chunk`: prompt tokens a step.
     """
 
     packed: bool
     threads: int
     spinning: bool
+    prefill_products: PrefillProducts
     prefill_chunk: int
 
     def words(self) -> str:
         """The choice as people read it."""
         graph = "packed for this processor" if self.packed else "as exported"
         waiting = "spinning" if self.spinning else "sleeping when idle"
-        return f"{graph}; threads: {self.threads}, {waiting}; {self.prefill_chunk} prompt tokens a step"
+        products = "" if self.prefill_products == "as_exported" else f" with {self.prefill_products} products"
+        return f"{graph}; threads: {self.threads}, {waiting}; {self.prefill_chunk} prompt tokens a step{products}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One alternative beside the best so far: seconds of a request with each (medians), the noise, and the verdict.
+    """One alternative beside the best so far: seconds of a request with each (medians), and the verdict.
 
-    `what` names the alternative. Seconds are None where it was not run.
+    `what` names the alternative. `ratio`: how many times as long it takes, the median over runs that lie between two of
+    the best; `noise`: the distance of the quartiles of these. `more_bytes`: memory planned beyond the best's. None
+    where it was not run.
     """
 
     what: str
     best_seconds: float | None
     seconds: float | None
+    ratio: float | None
     noise: float | None
+    more_bytes: int | None
     kept: bool
     verdict: str
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it takes longer, by more than the noise."""
+        return self.ratio is not None and self.noise is not None and self.ratio - 1 > self.noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +78,8 @@ class Tuning:
     """What `tuning.json` says: where it was measured, of what, the request that was timed, the choice, the trials.
 
     `processors`: threads that ran at once there. `sources`: SHA-256 of graph and weights; `prepared`: of the record of
-    the graph that was packed for the processor, None where there was none.
+    the graph that was packed for the processor, None where there was none. `dropped`: fusions without which the bundle
+    was exported again, because that is faster here.
     """
 
     onnxruntime: str
@@ -77,6 +90,7 @@ class Tuning:
     request: str
     choice: Choice
     trials: tuple[Trial, ...]
+    dropped: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data."""
@@ -106,7 +120,8 @@ def read_tuning(folder: Path) -> Tuning:
             raise ValueError(f"{path} has format {found}, this version reads {TUNING_FORMAT}")
         choice = _checked_choice(data.pop("choice"), most_threads=int(data["processors"]))
         trials = tuple(Trial(**trial) for trial in data.pop("trials"))
-        return Tuning(**data, choice=choice, trials=trials)
+        dropped = tuple(data.pop("dropped"))
+        return Tuning(**data, choice=choice, trials=trials, dropped=dropped)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
 
@@ -137,6 +152,25 @@ def tuned_choice(bundle: BundleFiles, *, device: DeviceWish) -> Choice | None:
     return None
 
 
+def prompt_phase(
+    choice: Choice | None, *, products: PrefillProducts | None, chunk: int | None, max_length: int | None
+) -> tuple[PrefillProducts, int | None]:
+    """Products of prompts and prompt tokens a step (None: the default), as given, or else as measured.
+
+    What was measured to be the best number of tokens is so for the products that were chosen with it. Float32 products
+    that no step would have, as it is given, are left.
+    """
+    if choice is None:
+        return products or "as_exported", chunk
+    longest = min(chunk or choice.prefill_chunk, max_length or FLOAT_STEP)
+    if products is None and choice.prefill_products == "float32" and longest < FLOAT_STEP:
+        _log.info("float32 products, as tuned, are left: steps of %d tokens are shorter than %d", longest, FLOAT_STEP)
+        return "as_exported", chunk
+    if chunk is None and products in (None, choice.prefill_products):
+        chunk = choice.prefill_chunk
+    return products or choice.prefill_products, chunk
+
+
 def prepared_hash(folder: Path) -> str | None:
     """SHA-256 of the record of the graph in a bundle that was packed for a processor; None without."""
     path = folder / PREPARED_FOLDER / PREPARED_FILE
@@ -149,4 +183,6 @@ def _checked_choice(data: dict[str, Any], *, most_threads: int) -> Choice:
     checked_count("prefill_chunk", choice.prefill_chunk)
     if not isinstance(choice.packed, bool) or not isinstance(choice.spinning, bool):
         raise TypeError(f"packed and spinning are true or false, got {choice.packed!r} and {choice.spinning!r}")
+    if choice.prefill_products not in get_args(PrefillProducts):
+        raise TypeError(f"prefill_products {choice.prefill_products!r} is none of {get_args(PrefillProducts)}")
     return choice

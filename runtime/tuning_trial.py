@@ -4,7 +4,6 @@ In: a bundle folder with a certificate. Out: `Tuning`, and `tuning.json` in the 
 are judged is `tuner.py`'s; nothing that the manifest lists is changed.
 """
 
-import dataclasses
 import json
 import os
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 
-from graphport.model_def.certificate import Certificate, Check, read_certificate, text_of
+from graphport.model_def.certificate import Certificate, Check, loss_in, read_certificate, text_of
 from graphport.model_def.decoder_runs import CachedModel
 from graphport.model_def.played_runs import Emit, References, Run, play_runs
 from graphport.model_def.processor import processor_kind
@@ -25,19 +24,23 @@ from graphport.model_def.whole_files import write_text
 from graphport.runtime.bundle_files import BundleFiles, open_bundle
 from graphport.runtime.device import default_threads
 from graphport.runtime.limits import checked_count
-from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+from graphport.runtime.memory_plan import RunLimits
+from graphport.runtime.prefill_products import can_have_float_products, default_chunk
 from graphport.runtime.preparation import prepare
 from graphport.runtime.prepared import find_prepared, source_hashes
 from graphport.runtime.served_model import ServedModel
 from graphport.runtime.session import Session
-from graphport.runtime.tuner import NO_TIME, Candidate, questions, run_trial, tune_choice, unmeasured
+from graphport.runtime.trials import Candidate
+from graphport.runtime.tuner import questions, require_within_tolerance, tune_choice
 from graphport.runtime.tuning import Choice, Trial, Tuning, prepared_hash
+from graphport.runtime.tuning_fusions import Fusions, measure_fusions, retold
 
 MAX_SECONDS = 100.0
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 
+_FUSIONS_SHARE = 0.5  # of the time, where fusions are measured
+
 OpenChoice = Callable[[Choice], Candidate]
-Variant = tuple[str, Callable[[], Path]]
 
 
 class TuneError(ValueError):
@@ -50,7 +53,8 @@ def tune(
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
     max_seconds: float = MAX_SECONDS,
-    variants: Sequence[Variant] = (),
+    fusions: Fusions | None = None,
+    drop_slow_fusions: bool = False,
     open_choice: OpenChoice | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuning:
@@ -58,66 +62,111 @@ def tune(
 
     Timed is a prompt of `prompt_tokens` and `new_tokens` one by one after it, by default 256 and 32, or what a shorter
     text has room for; no trial begins after `max_seconds`.
-    `variants` are fusions by name and what makes a bundle without them: they are timed last and change no choice, for a
-    graph is exported, not opened otherwise. `open_choice` opens a choice, by default an `OpenedChoice`. Raises
-    TuneError for a bundle that is not a decoder for the CPU and for a request that the certificate's text is too short
-    for, CertificateError where no certificate says what it should compute, ValueError when it fails that, OSError when
-    the system does not tell the processor.
+    `fusions` makes bundles without one fusion after the other: they are timed first, in half of the time. With
+    `drop_slow_fusions` the bundle is exported again without those that it is faster without, certified, before anything
+    else is asked of it; otherwise they are named, for a graph is exported, not opened otherwise. `open_choice` opens a
+    choice, by default an `OpenedChoice`. Raises TuneError for a bundle that is not a decoder for the CPU and for a
+    request that the certificate's text is too short for, CertificateError where no certificate says what it should
+    compute, ValueError when it fails that, OSError when the system does not tell the processor.
     """
+    if drop_slow_fusions and fusions is None:
+        raise TuneError("dropping slow fusions needs the source to export again; give --against SOURCE")
+    tuned = _tunable(bundle, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    dropped: tuple[str, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    left = max_seconds
+    if fusions is not None:
+        begin = time.monotonic()
+        slow, trials = _fusion_trials(tuned, fusions, max_seconds=_FUSIONS_SHARE * max_seconds, observe=progress)
+        left -= time.monotonic() - begin
+        if slow and drop_slow_fusions:
+            progress(f"exporting again without {', '.join(slow)}")
+            dropped, trials = _drop(tuned, fusions, slow, trials)
+            tuned = _tunable(bundle, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+        else:
+            trials = retold(trials, "faster by more than the noise: --drop-slow-fusions exports without it", kept=False)
+    choice, more = tune_choice(
+        tuned.first,
+        questions(
+            has_packed=tuned.first.packed,
+            has_float_products=can_have_float_products(tuned.files),
+            processors=tuned.first.threads,
+            longest_chunk=tuned.request.prompt,
+        ),
+        open_choice or (lambda choice: OpenedChoice(tuned.files, tuned.certificate, choice, tuned.request)),
+        max_seconds=max(0.0, left),
+        observe=progress,
+    )
+    return Tuning(
+        onnxruntime=onnxruntime.__version__,
+        processor=processor_kind(),
+        processors=tuned.first.threads,
+        sources=source_hashes(tuned.files.manifest),
+        prepared=prepared_hash(tuned.files.folder),
+        request=f"a prompt of {tuned.request.prompt} tokens and {tuned.request.new} more one by one",
+        choice=choice,
+        trials=(*trials, *more),
+        dropped=dropped,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tunable:
+    """A bundle, its certificate, what is timed, and how it is opened by default."""
+
+    files: BundleFiles
+    certificate: Certificate
+    request: "Request"
+    first: Choice
+
+
+def _tunable(bundle: str | os.PathLike[str], *, prompt_tokens: int | None, new_tokens: int | None) -> _Tunable:
     files = open_bundle(bundle)
     manifest = files.manifest
     if manifest.target != "cpu" or manifest.kind != "decoder":
         raise TuneError(f"{files.folder} is a {manifest.kind} for {manifest.target}; only decoders for cpu are tuned")
     certificate = read_certificate(files.folder, manifest)
-    request = _request(len(text_of(certificate)), prompt_tokens=prompt_tokens, new_tokens=new_tokens)
-    has_packed = not isinstance(find_prepared(files), str)
-    processors = default_threads()
-    first = Choice(packed=has_packed, threads=processors, spinning=True, prefill_chunk=PREFILL_CHUNKS[manifest.target])
+    return _Tunable(
+        files=files,
+        certificate=certificate,
+        request=_request(len(text_of(certificate)), prompt_tokens=prompt_tokens, new_tokens=new_tokens),
+        first=Choice(
+            packed=not isinstance(find_prepared(files), str),
+            threads=default_threads(),
+            spinning=True,
+            prefill_products="as_exported",
+            prefill_chunk=default_chunk(manifest.target, "as_exported"),
+        ),
+    )
+
+
+def _fusion_trials(
+    tuned: _Tunable, fusions: Fusions, *, max_seconds: float, observe: Callable[[str], None]
+) -> tuple[tuple[str, ...], tuple[Trial, ...]]:
+    """The fusions that the bundle, opened by default, is faster without, and all trials."""
     end = time.monotonic() + max_seconds
-    opens = open_choice or (lambda choice: OpenedChoice(files, certificate, choice, request))
-    choice, trials = tune_choice(
-        first,
-        questions(has_packed=has_packed, processors=processors, longest_chunk=request.prompt),
-        opens,
-        max_seconds=max_seconds,
-        observe=progress,
-    )
-    for rule, make in variants:
-        what = f"without fusion {rule}"
-        if time.monotonic() >= end:
-            trials += (unmeasured(what, NO_TIME),)
-            continue
-        progress(f"measuring {what}")
-        try:
-            other = OpenedChoice(_packed_as(choice, make()), certificate, choice, request)
-        except (ValueError, OSError) as error:  # of this variant alone: what was measured so far is kept
-            trials += (unmeasured(what, f"left: it cannot be made or opened ({error})"),)
-            continue
-        trials += (_advised(run_trial(what, opens(choice), other, has_time=lambda: time.monotonic() < end), rule),)
-    return Tuning(
-        onnxruntime=onnxruntime.__version__,
-        processor=processor_kind(),
-        processors=processors,
-        sources=source_hashes(manifest),
-        prepared=prepared_hash(files.folder),
-        request=f"a prompt of {request.prompt} tokens and {request.new} more one by one",
-        choice=choice,
-        trials=trials,
-    )
+
+    def opened(folder: Path) -> OpenedChoice:
+        if tuned.first.packed and folder != tuned.files.folder:
+            prepare(folder)
+        return OpenedChoice(open_bundle(folder), tuned.certificate, tuned.first, tuned.request)
+
+    incumbent = opened(tuned.files.folder)
+    require_within_tolerance(incumbent)
+    return measure_fusions(fusions, incumbent, opened, has_time=lambda: time.monotonic() < end, observe=observe)
 
 
-def _packed_as(choice: Choice, folder: Path) -> BundleFiles:
-    if choice.packed:
-        prepare(folder)
-    return open_bundle(folder)
-
-
-def _advised(trial: Trial, rule: str) -> Trial:
-    """What to do about a fusion that costs time here: its graph is another one, so it cannot be chosen at opening."""
-    if not trial.kept:
-        return trial
-    verdict = f"faster by more than the noise: export again with --disable-pass {rule}"
-    return dataclasses.replace(trial, kept=False, verdict=verdict)
+def _drop(
+    tuned: _Tunable, fusions: Fusions, slow: tuple[str, ...], trials: tuple[Trial, ...]
+) -> tuple[tuple[str, ...], tuple[Trial, ...]]:
+    """Export the bundle again without `slow`, packed if it was; what was dropped, and the trials with what became."""
+    try:
+        fusions.drop(slow)
+    except (ValueError, OSError) as error:  # the bundle is as it was, and the questions about it remain
+        return (), retold(trials, f"left: the bundle cannot be exported without it ({error})", kept=False)
+    if tuned.first.packed:
+        prepare(tuned.files.folder)
+    return slow, retold(trials, "kept: faster by more than the noise, and the bundle was exported again without it")
 
 
 def write_tuning(bundle: str | os.PathLike[str], tuning: Tuning) -> Path:
@@ -163,6 +212,7 @@ class OpenedChoice:
             threads=choice.threads,
             spinning=choice.spinning,
             prepared=choice.packed,
+            prefill_products=choice.prefill_products,
         )
         if self._session.is_prepared != choice.packed:
             raise TuneError(f"{bundle.folder}: what is prepared cannot be used; do `graphport prepare {bundle.folder}`")
@@ -172,11 +222,16 @@ class OpenedChoice:
         self._request = request
         self._ids = np.array([text_of(certificate)[:length]], np.int64)
 
+    @property
+    def planned_bytes(self) -> int:
+        """See Candidate."""
+        return self._session.memory_plan.total
+
     def checks(self) -> Sequence[Check]:
         """See Candidate: the request's last row of every piece and its single tokens, against the original."""
         run = Run(name="request", inputs=self._choice.words(), output=LOGITS, play=self._play)
         limits = [limit for limit in self._certificate.limits if limit.against == "original"]
-        references = References(original=self._certificate.original, limits=limits)
+        references = References(original=self._certificate.original, limits=limits, loss=loss_in(self._certificate))
         return play_runs(ServedModel(self._session, max_length=self._ids.shape[1]), [run], references).checks
 
     def seconds(self) -> float:

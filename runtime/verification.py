@@ -15,6 +15,7 @@ from graphport.model_def.certificate import (
     Check,
     Surroundings,
     error_series,
+    loss_in,
     read_certificate,
 )
 from graphport.model_def.file_hashes import record_file
@@ -34,6 +35,8 @@ from graphport.runtime.certified_model import open_certified
 from graphport.runtime.chat_template_error import ChatTemplateError
 from graphport.runtime.device import DeviceWish
 from graphport.runtime.tokenizer import Tokenizer
+
+_NAMED_IDS = 8  # of a vocabulary that differs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +93,12 @@ def verify(
         shipped={} if keep_rows else held_to.shipped,
         limits=[limit for limit in held_to.limits if limit.where == "anywhere" or not differences],
         keep_rows=keep_rows,
+        loss=loss_in(held_to),
     )
     evidence = model.play(rows, observe=progress)
     checks += evidence.checks
-    notes = (*differences, *(f"not covered: {words}" for words in held_to.uncovered))
+    conditioning = () if held_to.conditioning is None else (held_to.conditioning.words,)
+    notes = (*differences, *conditioning, *(f"not covered: {words}" for words in held_to.uncovered))
     made = _measured(held_to, here, tuple(checks), evidence, keep_rows=keep_rows)
     return Verification(checks=tuple(checks), notes=notes, certificate=made)
 
@@ -150,7 +155,7 @@ def _text_checks(bundle: BundleFiles, texts: TextEvidence | None) -> list[Check]
     wrong = texts.wrong_texts(tokenizer.encode)
     checks = [
         _count_check("tokenizer: texts with other ids", [f"{text!r:.60}" for text in wrong], len(TEXTS)),
-        _vocabulary_check(tokenizer, texts),
+        *_vocabulary_checks(tokenizer, texts),
     ]
     if texts.chats is not None:
         others = texts.wrong_chats(lambda chat: _rendered(tokenizer, chat))
@@ -159,14 +164,28 @@ def _text_checks(bundle: BundleFiles, texts: TextEvidence | None) -> list[Check]
     return checks
 
 
-def _vocabulary_check(tokenizer: Tokenizer, texts: TextEvidence) -> Check:
-    is_other = tokenizer.vocabulary_hash() != texts.vocabulary
-    return Check(
-        name="tokenizer: ids of the tokens' own texts",
-        measured=float(is_other),
-        tolerance=0.0,
-        detail="other than the reference's" if is_other else "all equal",
-        inputs="the text of every token of the vocabulary",
+def _vocabulary_checks(tokenizer: Tokenizer, texts: TextEvidence) -> tuple[Check, ...]:
+    wanted, found = texts.vocabulary, tokenizer.vocabulary_evidence()
+    others = wanted.other_ids(found)
+    named = ", ".join(f"{number} {tokenizer.token(number)!r:.40}" for number in others[:_NAMED_IDS])
+    more = f" and {len(others) - _NAMED_IDS} more" if len(others) > _NAMED_IDS else ""
+    where = f"other tokens than the reference's at ids {named}{more}" if others else "at an id that cannot be told"
+    is_other, has_other_rules = wanted.tokens != found.tokens, wanted.rules != found.rules
+    return (
+        Check(
+            name="tokenizer: ids with other tokens",
+            measured=float(max(len(others), is_other)),
+            tolerance=0.0,
+            detail=where if is_other else f"all {len(wanted.marks)} equal",
+            inputs="the spelling of every token, and the ids of its own text",
+        ),
+        Check(
+            name="tokenizer: merges or scores",
+            measured=float(has_other_rules),
+            tolerance=0.0,
+            detail="other than the reference's" if has_other_rules else "equal" if wanted.rules else "it has none",
+            inputs="all of them, in order",
+        ),
     )
 
 

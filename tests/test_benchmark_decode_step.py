@@ -7,8 +7,8 @@ import decode_step
 import onnx
 import pytest
 from decode_step_graph import DOMAIN, HeadShape, with_prototype
-from decode_step_runs import StepRun
 from peer_process import PeerError
+from step_runs import StepRun, decoding
 from tiny_models import HEAD_DIM, HEADS, KV_HEADS, tiny_configs, tiny_model
 
 from graphport.export import export
@@ -42,10 +42,16 @@ def test_a_float_cache_keeps_its_kernel(bundles: dict[str, Path]) -> None:
 
 
 def test_another_result_is_refused(bundles: dict[str, Path]) -> None:
-    right, wrong = (StepRun(cpu_session(bundles[cache] / "model.onnx"), max_context=9) for cache in ("int8", "fp32"))
-    right.require_like(right, 9)
-    with pytest.raises(PeerError, match=r"logits differ by .* the prototype is wrong"):
-        wrong.require_like(right, 9)  # its cache holds the same numbers, which are not yet scaled in the other
+    graph = bundles["int8"] / "model.onnx"
+    model = onnx.load(graph, load_external_data=False)
+    (norm,) = [node for node in model.graph.node if "final_norm.weight" in node.input]
+    norm.input[2] = "blocks.0.attention_norm.weight"
+    other = graph.with_name("wrong.onnx")
+    onnx.save(model, other)
+    right, wrong = (StepRun(cpu_session(path), rows=1, capacity=10) for path in (graph, other))
+    right.require_like(right, decoding(9), tolerance=0)
+    with pytest.raises(PeerError, match=r"after 9: logits differ by .* the prototype is wrong"):
+        wrong.require_like(right, decoding(9), tolerance=decode_step.TOLERANCE)
 
 
 def test_the_table_names_steps_and_shares(

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,9 +12,14 @@ import pytest
 from certificates import edit_attribute, edit_graph, edit_weight, lose_last_token, rehash
 from tiny_graphs import tiny_model
 from tiny_sources import write_tiny_source
+from tokenizers import Tokenizer
 
+from graphport.cli import main
 from graphport.export import export
-from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from graphport.model_def.certificate import read_certificate
+from graphport.model_def.signature import CHAT_TEMPLATE_FILE, TOKENIZER_FILE, read_manifest
+from graphport.model_def.vocabulary_evidence import vocabulary_evidence
+from graphport.runtime.cache_growth import Growth
 from graphport.runtime.kv_cache import KVCache
 from graphport.runtime.verification import verify
 
@@ -138,17 +144,18 @@ def test_a_cache_that_forgets_to_rewind_is_caught(bundles: dict[str, Path], monk
 
 
 def test_a_cache_that_mixes_up_slots_is_caught(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    resize = KVCache._resize
+    take = KVCache._take
 
-    def broken(self: KVCache, *sizes: int) -> None:
-        resize(self, *sizes)
+    def broken(self: KVCache, growth: Growth) -> None:
+        take(self, growth)
         for buffer in self.buffers if self.num_slots > 1 else ():
             buffer.array[:2] = buffer.array[1::-1]  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(KVCache, "_resize", broken)
+    monkeypatch.setattr(KVCache, "_take", broken)
     assert {name.split(":")[0] for name in failed_checks(bundles["gpt"])} == {"ragged batch"}
 
 
+NO_STEPS = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 
 
@@ -162,13 +169,93 @@ def text_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("which", [0, 20, -1])
 def test_a_tokenizer_off_by_one_merge_is_caught(which: int, text_bundle: Path, tmp_path: Path) -> None:
     bundle = Path(copytree(text_bundle, tmp_path / "b"))
-    path = bundle / TOKENIZER_FILE
-    tokenizer = json.loads(path.read_text(encoding="utf-8"))
-    merges = tokenizer["model"]["merges"]
-    del merges[which]
-    path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    rehash(bundle)
+    change_tokenizer(bundle, lambda data: data["model"]["merges"].pop(which))
     assert {name.split(":")[0] for name in failed_checks(bundle)} == {"tokenizer"}
+
+
+def change_tokenizer(bundle: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the tokenizer.json of a bundle; all hashes agree again."""
+    path = bundle / TOKENIZER_FILE
+    data = json.loads(path.read_text(encoding="utf-8"))
+    change(data)
+    path.write_text(json.dumps(data), encoding="utf-8")
+    rehash(bundle)
+
+
+def unused_tokens(bundle: Path) -> list[str]:
+    """Tokens made by merges that no text of the corpus has."""
+    texts = read_certificate(bundle, read_manifest(bundle)).texts
+    assert texts is not None
+    used = {number for ids in texts.ids for number in ids}
+    vocabulary = json.loads((bundle / TOKENIZER_FILE).read_text(encoding="utf-8"))["model"]["vocab"]
+    return [token for token, number in vocabulary.items() if number not in used and 2 < len(token) < 6]
+
+
+def swap_tokens(bundle: Path) -> dict[str, int]:
+    """Two tokens that no text of the corpus has change places; by token, the id that it had."""
+    first, second = unused_tokens(bundle)[:2]
+    before: dict[str, int] = {}
+
+    def swap(data: dict[str, Any]) -> None:
+        vocabulary = data["model"]["vocab"]
+        before.update({first: vocabulary[first], second: vocabulary[second]})
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    change_tokenizer(bundle, swap)
+    return before
+
+
+def test_two_tokens_that_changed_places_are_named(text_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(copytree(text_bundle, tmp_path / "b"))
+    (first, first_id), (second, second_id) = swap_tokens(bundle).items()
+    failed = [check for check in verify(bundle, device="cpu", threads=1).checks if not check.passed]
+    assert [(check.name, check.measured) for check in failed] == [("tokenizer: ids with other tokens", 2)]
+    named = sorted([(first_id, second), (second_id, first)])
+    assert failed[0].detail == "other tokens than the reference's at ids " + ", ".join(
+        f"{number} {token!r}" for number, token in named
+    )
+
+
+def test_eval_names_a_token_that_changed_places(
+    text_bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = Path(copytree(text_bundle, tmp_path / "b"))
+    first, number = next(iter(sorted(swap_tokens(bundle).items())))
+    (tmp_path / "text.txt").write_text("The capital of France is Paris.", encoding="utf-8")
+    assert main(["eval", str(bundle), str(tmp_path / "text.txt"), "--against", str(text_bundle)]) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"has another vocabulary: 2 tokens differ, {first!r} is id" in err
+    assert f"and {number} there" in err
+
+
+def test_merges_in_another_order_are_caught(text_bundle: Path, tmp_path: Path) -> None:
+    bundle = Path(copytree(text_bundle, tmp_path / "b"))
+    unused = unused_tokens(bundle)
+
+    def swap(data: dict[str, Any]) -> None:
+        merges = data["model"]["merges"]
+        first, second = [place for place, merge in enumerate(merges) if "".join(merge) in unused][-2:]
+        merges[first], merges[second] = merges[second], merges[first]
+
+    change_tokenizer(bundle, swap)
+    assert failed_checks(bundle) == ["tokenizer: merges or scores"]
+
+
+def test_scores_and_which_of_two_equal_merges_comes_first() -> None:
+    def rules(**model: Any) -> str | None:
+        return vocabulary_evidence(Tokenizer.from_str(json.dumps({"model": model, **NO_STEPS}))).rules
+
+    scores = [["a", -1.0], ["b", -2.0]]
+    assert rules(type="Unigram", vocab=scores, unk_id=0) == rules(type="Unigram", vocab=scores, unk_id=0)
+    assert rules(type="Unigram", vocab=scores, unk_id=0) != rules(
+        type="Unigram", vocab=[*scores[:1], ["b", -2.5]], unk_id=0
+    )
+    vocabulary = {"a": 0, "b": 1, "ab": 2, "ba": 3, "aba": 4}
+    merges = [["a", "b"], ["b", "a"], ["ab", "a"], ["a", "ba"]]
+    same, other = [*merges[:2], *merges[:1:-1]], [*merges[1::-1], *merges[2:]]
+    assert rules(type="BPE", vocab=vocabulary, merges=merges) == rules(type="BPE", vocab=vocabulary, merges=same)
+    assert rules(type="BPE", vocab=vocabulary, merges=merges) != rules(type="BPE", vocab=vocabulary, merges=other)
+    assert rules(type="WordLevel", vocab={"a": 0}, unk_token="a") is None
 
 
 def test_a_chat_template_with_another_space_is_caught(text_bundle: Path, tmp_path: Path) -> None:

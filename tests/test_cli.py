@@ -25,21 +25,23 @@ CONTRACT = {
     "--kv-cache --layout --max-kl --no-prepare --no-verify --precision --require-exact --require-fused --seed "
     "--target",
     "generate": "BUNDLE PROMPT --chat --debug --device --json --language --length-penalty --max-new-tokens --min-p "
-    "--num-beams --raw --repetition-penalty --seed --source-language --stop --temperature --top-k --top-p",
+    "--num-beams --prefill-products --raw --repetition-penalty --seed --source-language --stop --temperature --top-k "
+    "--top-p",
     "chat": "BUNDLE --debug",
     "transcribe": "BUNDLE FILE --debug --device --json --language --max-new-tokens --no-timestamps --num-beams --task "
     "--timestamps",
     "prepare": "BUNDLE --debug",
-    "tune": "BUNDLE --against --debug --json --max-seconds --new-tokens --prompt-tokens",
+    "tune": "BUNDLE --against --debug --drop-slow-fusions --json --max-seconds --new-tokens --prompt-tokens",
     "verify": "BUNDLE --against --debug --device --invariance --json --write",
     "diff": "A B --debug --json --steps --tokens --tolerance",
     "report": "BUNDLE --debug --html --json --times",
-    "eval": "BUNDLE TEXTFILE --against --context --debug --json --stride",
-    "bench": "BUNDLE --batch --debug --json --new-tokens --prompt-lengths",
-    "plan": "SOURCE|BUNDLE --batch --context --debug --json --kv-cache --precision --prefill-chunk --target",
+    "eval": "BUNDLE TEXTFILE --against --context --debug --json --prefill-products --stride",
+    "bench": "BUNDLE --batch --debug --json --new-tokens --prefill-products --prompt-lengths",
+    "plan": "SOURCE|BUNDLE --batch --context --debug --json --kv-cache --precision --prefill-chunk --prefill-products "
+    "--target",
     "embed": "BUNDLE TEXT... --batch-size --debug --device --file --json --no-normalize --normalize --truncate",
     "serve": "[NAME=]BUNDLE... --api-key-file --debug --device --grace --host --max-batch --max-body "
-    "--max-length --max-queue --port --prefix-cache --prompt-lookup --read-timeout --threads "
+    "--max-length --max-queue --port --prefill-products --prefix-cache --prompt-lookup --read-timeout --threads "
     "--timeout",
 }
 

@@ -17,18 +17,19 @@ def test_generate_streams_to_stdout_and_times_on_stderr(
     assert out == "Paris.\n"
     assert "14 prompt tokens, 2 new (stop), first token after 0." in err
     assert "tokens/s" in err
-    assert fake_runtime.loads == [(Path("bundle"), {"device": "auto", "max_batch": 1})]
+    assert fake_runtime.loads == [(Path("bundle"), {"device": "auto", "max_batch": 1, "prefill_products": None})]
     assert fake_runtime.prompts == ["<user>Capital?"]
     assert fake_runtime.sampling == [{"max_new_tokens": 256, "temperature": 0.0}]
 
 
 def test_generate_passes_every_option_on(fake_runtime: FakeRuntime) -> None:
+    how = ["--device", "cpu", "--prefill-products", "float32"]
     options = "--max-new-tokens 5 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 --seed 4"
-    assert main(["generate", "b", "p", *options.split(), "--stop", "X", "--stop", "Y Z", "--device", "cpu"]) == 0
+    assert main(["generate", "b", "p", *options.split(), "--stop", "X", "--stop", "Y Z", *how]) == 0
     expected = {"max_new_tokens": 5, "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1}
     expected |= {"repetition_penalty": 1.2, "seed": 4, "stop": ("X", "Y Z")}
     assert fake_runtime.sampling == [expected]
-    assert fake_runtime.loads[0][1]["device"] == "cpu"
+    assert fake_runtime.loads == [(Path("b"), {"device": "cpu", "max_batch": 1, "prefill_products": "float32"})]
 
 
 def test_generate_json_prints_one_object_and_no_stream(

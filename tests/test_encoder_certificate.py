@@ -105,7 +105,7 @@ def test_a_damaged_certificate_is_replaced_only_where_it_is_asked_for(
     change_certificate(bundle, format=99)
     rehash(bundle, certificate=False)
     assert main(["verify", str(bundle), "--against", str(source)]) == 1
-    assert "has format 99, this graphport reads 4; install a newer graphport" in capsys.readouterr().err
+    assert "has format 99, this graphport reads 5; install a newer graphport" in capsys.readouterr().err
     assert main(["verify", str(bundle), "--against", str(source), "--write"]) == 0
     assert "replacing the certificate: " in capsys.readouterr().err
     assert main(["verify", str(bundle)]) == 0

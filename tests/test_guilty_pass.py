@@ -67,7 +67,7 @@ def test_b66_every_level_of_the_optimiser_holds_in_a_deep_model_with_outliers(de
 @pytest.mark.parametrize("alone", OPTIONAL_RULES)
 def test_b66_every_pass_alone_holds_in_a_deep_model_with_outliers(alone: str, deep: Deep, tmp_path: Path) -> None:
     plan = written(deep, tmp_path, disabled=tuple(rule for rule in OPTIONAL_RULES if rule != alone))
-    found = GraphRunner(tmp_path / GRAPH_FILE, plan.config, plans_memory=False).logits(IDS)
+    found = GraphRunner(tmp_path / GRAPH_FILE, plan.config, portable=True).logits(IDS)
     difference = compare(deep.eager, found)
     assert difference.max_abs <= TOLERANCES["compiled", "max_abs"], difference
 
@@ -108,8 +108,8 @@ def test_b66_the_error_names_the_level_at_which_what_ships_parts_from_eager(
             level: dataclasses.replace(one, max_abs=3.0) if level in LEVELS[2:] else one for level, one in found.items()
         }
 
-    def failed(*arguments: Any) -> Any:
-        return dataclasses.replace(evidence_module_check(*arguments), measured=3.0)
+    def failed(*arguments: Any, **options: Any) -> Any:
+        return dataclasses.replace(evidence_module_check(*arguments, **options), measured=3.0)
 
     evidence_module_check = evidence_module.check_shipped
     monkeypatch.setattr(guilty_module, "optimiser_levels", levels)

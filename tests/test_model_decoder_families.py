@@ -14,11 +14,13 @@ from tiny_checkpoints import edit_json, relative_difference, token_ids
 from tiny_decoder_values import POSITIONS
 from tiny_decoders import DECODERS, make_decoder
 
+from graphport.export.float_loss import float64_parameters
 from graphport.model_def.block_config import BlockConfig
 from graphport.model_def.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from graphport.model_def.expert_config import ExpertsConfig
 from graphport.model_def.huggingface import read_folder_config
 from graphport.model_def.position_config import AlibiBias
+from graphport.model_def.transformer import Transformer
 
 TOLERANCE = RELATIVE_TOLERANCES["checkpoint", "float32"]
 
@@ -53,6 +55,20 @@ def test_a_family_equals_transformers_at_every_length(name: str, folder: Folders
     for length in (4, 12, POSITIONS):  # inside the window, beyond it, beyond the original length of a scaling
         found = relative_difference(checkpoint, make_decoder(name), token_ids(length))
         assert found < TOLERANCE, f"{length} tokens: {found}"
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_family_runs_in_float64_where_its_parameters_are(name: str, folder: Folders) -> None:
+    checkpoint = load_checkpoint(folder(name))
+    model = Transformer(checkpoint.config).eval()
+    model.load_state_dict(checkpoint.weights)
+    ids = token_ids(12)
+    with torch.inference_mode():
+        expected = model(ids)
+        with float64_parameters(model):
+            wide = model(ids)
+    assert (wide.dtype, expected.dtype) == (torch.float64, torch.float32)
+    assert 0 < float((wide - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
 def _without(checkpoint: Checkpoint, name: str) -> Checkpoint:

@@ -145,6 +145,8 @@ def test_load_opens_what_the_manifest_says(bundles: dict[str, Path], tmp_path: P
         opened.encode(["a"])
     with pytest.raises(ValueError, match=r"prefill_chunk and cuda_graphs cannot be heeded: .* is an encoder"):
         load(bundles["fp32"], prefill_chunk=3, cuda_graphs=True)
+    with pytest.raises(ValueError, match=r"prefill_products cannot be heeded: .* is an encoder"):
+        load(bundles["fp32"], prefill_products="float32")
     with pytest.raises(ValueError, match="is an encoder, which continues no text; use load, and encode"):
         load_language_model(bundles["fp32"])
     export(tiny_model(decoder(block())), tmp_path / "decoder", precision="fp32", verify=False)

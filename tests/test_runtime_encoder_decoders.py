@@ -175,6 +175,10 @@ def test_what_only_decoders_do_is_refused(lm: LanguageModel, bundle: Path) -> No
         lm.generate([TEXT], dataclasses.replace(GREEDY, num_beams=5))
     with pytest.raises(ValueError, match="prefix_cache_bytes and prompt_lookup cannot be heeded by an encoder-decoder"):
         load(bundle, prefix_cache_bytes=1, prompt_lookup=True)
+    with pytest.raises(
+        ValueError, match=r"prefill_products='float32' cannot be heeded by .*: it is an encoder-decoder"
+    ):
+        load(bundle, prefill_products="float32")
     with pytest.raises(ValueError, match="cuda_graphs cannot be heeded by an encoder-decoder"):
         load(bundle, cuda_graphs="always")  # type: ignore[arg-type]  # what a caller may pass
 

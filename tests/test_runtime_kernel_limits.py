@@ -6,7 +6,7 @@ import pytest
 
 from graphport.model_def.signature import DType
 from graphport.runtime.graph_file import GraphHeader, NodeHeader, TensorHeader
-from graphport.runtime.kernel_limits import kernel_limit
+from graphport.runtime.kernel_limits import kernel_limit, slow_products
 
 FLOAT32, FLOAT16, BFLOAT16 = 1, 10, 16
 
@@ -68,3 +68,12 @@ def test_float32_attention_would_leave_cuda_for_the_cpu() -> None:
         "it computes in float32, for which CUDA has no GroupQueryAttention: attention would run on the CPU"
     )
     assert kernel_limit(header(element_type=FLOAT32), "float32", "cuda") is None
+
+
+def test_what_was_exported_with_exact_activations_runs_and_is_called_slow() -> None:
+    exact = header(product(bits=8, accuracy_level=0), product(bits=4, accuracy_level=0))
+    assert kernel_limit(exact, "float32", "cpu") is None
+    assert slow_products(exact) == (
+        "its 8-bit products take activations as they are (accuracy_level 0), hundreds of times slower than rounded"
+    )
+    assert slow_products(header(product(bits=8, accuracy_level=4), product(bits=4, accuracy_level=0))) is None

@@ -10,13 +10,16 @@ import gguf
 import numpy as np
 import onnxruntime
 import pytest
+from tiny_bundles import tiny_tokenizer, write_tiny_bundle
 from tiny_checkpoints import make_model, write_gguf
 
 from graphport.cli import main
 from graphport.export import export
+from graphport.model_def.parity_text import PARITY_TEXT
 from graphport.model_def.processor import processor_kind
 from graphport.model_def.signature import BARE_GRAPH_FILE, MANIFEST_FILE, PREPARED_FILE, PREPARED_FOLDER, WEIGHTS_FILE
 from graphport.runtime import load, preparation, prepare
+from graphport.runtime.bundle_files import open_bundle
 from graphport.runtime.packed_weights import PackingError
 from graphport.runtime.preparation import MOST_DIVERGENCE, PrepareError
 
@@ -232,3 +235,15 @@ def test_the_kind_of_a_processor_is_its_instruction_sets(tmp_path: Path) -> None
     assert processor_kind(info).split()[1:] == ["avx2", "avx512_vnni", "fma"]
     with pytest.raises(OSError, match="none"):
         processor_kind(tmp_path / "none")
+
+
+def test_a_packed_graph_is_compared_on_english_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+    """On random ids of Gemma 3 270M two right graphs differ by 0.14 nats, on English by 0.006."""
+    write_tiny_bundle(tmp_path / "text", tokenizer=True)
+    write_tiny_bundle(tmp_path / "ids")
+    text, ids = (preparation._compared_ids(open_bundle(tmp_path / name)) for name in ("text", "ids"))
+    decoded = tiny_tokenizer().decode(text.tolist())
+    assert decoded
+    assert PARITY_TEXT.startswith(decoded)
+    assert len(ids) == len(text)
+    assert not np.array_equal(ids, text)

@@ -206,7 +206,7 @@ def _rewritten(path: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 3, this version reads 2; save it again"),
+        (lambda h, _: h.update(format=STATE_FORMAT + 1), "has format 4, this version reads 3; save it again"),
         (lambda h, _: h["model"].update(precision="int4"), "its precision is 'int4', this one's 'fp32'"),
         (lambda h, _: h["model"].update(cache_dtype="int8"), "its cache_dtype is 'int8', this one's 'float32'"),
         (
@@ -274,7 +274,8 @@ path, limit = sys.argv[1], int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 identity = ModelIdentity(
-    graph="", weights="", precision="", cache_dtype="", graphport_version="", is_prepared=False, chunk=0
+    graph="", weights="", precision="", cache_dtype="", graphport_version="", is_prepared=False,
+    prefill_products="as_exported", chunk=0
 )
 count = 0
 while True:

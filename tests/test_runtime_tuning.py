@@ -16,20 +16,18 @@ from tiny_graphs import tiny_model
 
 from graphport.cli import main
 from graphport.export import export
-from graphport.export.fusion_variants import fusion_variants
-from graphport.export.pipeline import OPTIONAL_RULES
-from graphport.export.targets import TargetError
 from graphport.model_def.certificate import CertificateError, Check
 from graphport.model_def.signature import MANIFEST_FILE, TUNING_FILE
 from graphport.runtime import load, prepare
-from graphport.runtime import tuning_trial as trial_module
 from graphport.runtime.device import default_threads
-from graphport.runtime.tuner import FEWEST_ROUNDS, MOST_ROUNDS, questions, thread_counts, tune_choice
+from graphport.runtime.memory import MIB
+from graphport.runtime.trials import FEWEST_ROUNDS, MOST_ROUNDS
+from graphport.runtime.tuner import questions, thread_counts, tune_choice
 from graphport.runtime.tuning import Choice, Tuning, read_tuning
-from graphport.runtime.tuning_trial import OpenedChoice, TuneError, tune, write_tuning
+from graphport.runtime.tuning_trial import TuneError, tune, write_tuning
 from graphport.runtime.verification import verify
 
-FIRST = Choice(packed=True, threads=2, spinning=True, prefill_chunk=64)
+FIRST = Choice(packed=True, threads=2, spinning=True, prefill_products="as_exported", prefill_chunk=64)
 GOOD = (Check(name="request", measured=0.0, tolerance=1.0),)
 BAD = (Check(name="request", measured=2.0, tolerance=1.0),)
 
@@ -38,24 +36,31 @@ class Machine:
     """Stands for a machine: how long a choice takes, what it computes, and a clock that runs as it works."""
 
     def __init__(
-        self, cost: Callable[[Choice], float], checks: Callable[[Choice], Sequence[Check]] = lambda _: GOOD
+        self,
+        cost: Callable[[Choice], float],
+        checks: Callable[[Choice], Sequence[Check]] = lambda _: GOOD,
+        memory: Callable[[Choice], int] = lambda _: 0,
     ) -> None:
         self.now = 0.0
         self.runs: list[Choice] = []
-        self.cost, self.checks_of = cost, checks
+        self.cost, self.checks_of, self.memory = cost, checks, memory
 
     def open(self, choice: Choice) -> "Fake":
         return Fake(self, choice)
 
-    def tune(self, *, max_seconds: float = 1e9, processors: int = 3, **options: Any) -> Any:
-        asked = questions(has_packed=True, processors=processors, longest_chunk=100)
-        return tune_choice(FIRST, asked, self.open, max_seconds=max_seconds, clock=lambda: self.now, **options)
+    def tune(self, *, max_seconds: float = 1e9, longest_chunk: int = 100) -> Any:
+        asked = questions(has_packed=True, has_float_products=True, processors=3, longest_chunk=longest_chunk)
+        return tune_choice(FIRST, asked, self.open, max_seconds=max_seconds, clock=lambda: self.now)
 
 
 @dataclasses.dataclass
 class Fake:
     machine: Machine
     choice: Choice
+
+    @property
+    def planned_bytes(self) -> int:
+        return self.machine.memory(self.choice)
 
     def checks(self) -> Sequence[Check]:
         return self.machine.checks_of(self.choice)
@@ -70,39 +75,73 @@ class Fake:
 def test_each_question_is_asked_of_the_best_so_far_and_the_fastest_is_kept() -> None:
     machine = Machine(lambda c: 10 - c.threads - (not c.spinning) - (c.prefill_chunk == 16) + c.packed)
     best, trials = machine.tune()
-    assert best == Choice(packed=False, threads=3, spinning=False, prefill_chunk=16)
+    assert best == dataclasses.replace(FIRST, packed=False, threads=3, spinning=False, prefill_chunk=16)
     assert [(trial.what, trial.kept) for trial in trials] == [
         ("the graph as exported", True),
-        ("threads: 1", False),
         ("threads: 3", True),
+        ("threads: 1", False),
         ("idle threads sleeping", True),
-        ("16 prompt tokens a step", True),
+        ("prompts with float32 products, 100 tokens a step", False),
         ("32 prompt tokens a step", False),
+        ("16 prompt tokens a step", True),
     ]
-    assert (trials[2].best_seconds, trials[2].seconds) == (8, 7)
+    assert (trials[1].best_seconds, trials[1].seconds, trials[1].ratio) == (8, 7, 7 / 8)
+    assert trials[2].verdict == "not measured: the other way is faster"
+
+
+def test_the_nearest_sizes_are_tried_first_and_none_beyond_one_that_is_slower() -> None:
+    machine = Machine(lambda c: 10 + abs(c.prefill_chunk - 64) / 64)
+    best, trials = machine.tune(longest_chunk=512)
+    assert best.prefill_chunk == 64
+    sizes = [(trial.what, trial.verdict) for trial in trials if "prompt tokens" in trial.what]
+    assert sizes == [
+        ("128 prompt tokens a step", "left: slower"),
+        ("256 prompt tokens a step", "not measured: 128 prompt tokens a step is slower already"),
+        ("512 prompt tokens a step", "not measured: 128 prompt tokens a step is slower already"),
+        ("32 prompt tokens a step", "left: slower"),
+        ("16 prompt tokens a step", "not measured: 32 prompt tokens a step is slower already"),
+    ]
+
+
+def test_float32_products_are_tried_with_their_own_size_and_sizes_are_asked_after_them() -> None:
+    def cost(choice: Choice) -> float:
+        return (
+            10 - 2 * (choice.prefill_products == "float32" and choice.prefill_chunk >= 128) - choice.prefill_chunk / 512
+        )
+
+    machine = Machine(cost, memory=lambda choice: 70 * MIB * (choice.prefill_products == "float32"))
+    best, trials = machine.tune(longest_chunk=256)
+    assert (best.prefill_products, best.prefill_chunk) == ("float32", 256)
+    tried = next(trial for trial in trials if "products" in trial.what)
+    assert tried.what == "prompts with float32 products, 128 tokens a step"
+    assert tried.verdict == "kept: faster by more than the noise, +70 MiB planned"
+    assert tried.more_bytes == 70 * MIB
+    assert "128 prompt tokens a step" not in [trial.what for trial in trials]
 
 
 def test_runs_take_turns_and_end_early_where_nothing_is_gained() -> None:
     machine = Machine(lambda c: 5.0 - (c.threads == 3))
     _, trials = machine.tune()
-    exported = [choice.packed for choice in machine.runs[: 1 + 2 * FEWEST_ROUNDS]]
-    assert exported == [False, *[True, False] * FEWEST_ROUNDS]
+    exported = [choice.packed for choice in machine.runs[: 2 + 2 * FEWEST_ROUNDS]]
+    assert exported == [False, True, *[False, True] * FEWEST_ROUNDS]
     three = [choice for choice in machine.runs if choice == dataclasses.replace(FIRST, threads=3)]
     assert len(three) >= 1 + MOST_ROUNDS
     assert [trial.kept for trial in trials].count(True) == 1
 
 
-def test_a_gain_within_the_noise_is_left() -> None:
-    for spread, is_kept in ((0.0, True), (1.0, False)):
+def test_a_gain_within_the_noise_is_left_and_much_noise_is_said() -> None:
+    for spread, is_kept in ((0.0, True), (2.0, False)):
         shaky = iter(range(10**6))
         machine = Machine(
             lambda c, spread=spread, shaky=shaky: 10 - 0.5 * (not c.packed) + spread * ((next(shaky) + 1) // 2 % 2)
         )
         _, trials = machine.tune()
         assert trials[0].kept is is_kept
-        assert "the noise" in trials[0].verdict
+        assert trials[0].verdict.startswith(
+            "kept: faster" if is_kept else "left: too noisy to tell (ratios of the times"
+        )
     machine = Machine(lambda c: 10 - 0.05 * (not c.packed))  # half a hundredth
-    assert not machine.tune()[1][0].kept
+    assert machine.tune()[1][0].verdict == "left: not faster by more than the noise"
 
 
 def test_what_is_not_within_tolerance_is_left_however_fast() -> None:
@@ -115,10 +154,11 @@ def test_what_is_not_within_tolerance_is_left_however_fast() -> None:
         Machine(lambda _: 1.0, lambda _: BAD).tune()
 
 
-def test_no_trial_begins_when_the_time_is_over() -> None:
+def test_every_question_has_its_share_of_the_time_and_no_trial_begins_after_it() -> None:
     machine = Machine(lambda _: 1.0)
-    _, trials = machine.tune(max_seconds=8.0)
-    assert [trial.seconds is None for trial in trials] == [False, False, True, True, True, True]
+    _, trials = machine.tune(max_seconds=40.0)  # 8 a question, as long as one trial
+    measured = [trial.what for trial in trials if trial.seconds is not None]
+    assert {"the graph as exported", "threads: 3", "idle threads sleeping", "32 prompt tokens a step"} <= set(measured)
     assert trials[-1].verdict == "not measured: no time was left"
     assert all(trial.seconds is None for trial in Machine(lambda _: 1.0).tune(max_seconds=0)[1])
 
@@ -193,16 +233,16 @@ def test_what_was_measured_elsewhere_is_left_and_said(
     ("text", "words"),
     [
         ("{", "its tuning cannot be used"),
-        ('{"format": 2}', "has format 2, this version reads 1"),
-        ('{"format": 1, "processors": 2}', "is damaged"),
+        ('{"format": 1}', "has format 1, this version reads 2"),
+        ('{"format": 2, "processors": 2}', "is damaged"),
         (
-            '{"format": 1, "processors": 2, "choice": '
-            '{"packed": false, "threads": 9, "spinning": true, "prefill_chunk": 1}}',
+            '{"format": 2, "processors": 2, "choice": '
+            '{"packed": false, "threads": 9, "spinning": true, "prefill_products": "as_exported", "prefill_chunk": 1}}',
             "threads must be 1 to 2",
         ),
         (
-            '{"format": 1, "processors": 2, "choice": '
-            '{"packed": 0, "threads": 1, "spinning": true, "prefill_chunk": 1}}',
+            '{"format": 2, "processors": 2, "choice": '
+            '{"packed": 0, "threads": 1, "spinning": true, "prefill_products": "as_exported", "prefill_chunk": 1}}',
             "packed and spinning are true or false",
         ),
     ],
@@ -241,47 +281,6 @@ def test_a_choice_is_opened_as_it_says_and_is_the_same_model(bundle: Path, capsy
     (bundle / TUNING_FILE).write_text("{")
     assert main(["report", str(bundle)]) == 0
     assert "its tuning cannot be used" in capsys.readouterr().err
-
-
-def test_fusions_are_measured_against_the_source_and_only_advised(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model.py").write_text(
-        "def make():\n    import tiny_graphs\n    return tiny_graphs.tiny_model('llama')\n"
-    )
-    source = f"{tmp_path / 'model.py'}:make"
-    bundle = export(source, tmp_path / "bundle", precision="fp32").path
-    monkeypatch.setattr(trial_module, "questions", lambda **_: ())  # the fusions alone
-
-    def slow_unless_without_silu(self: OpenedChoice) -> float:
-        return 1.0 if self.bundle == bundle else 0.5 if self.bundle.name == "silu" else 2.0
-
-    monkeypatch.setattr(OpenedChoice, "seconds", slow_unless_without_silu)
-    assert main(["tune", str(bundle), "--against", source, "--json"]) == 0
-    trials = {trial["what"]: trial for trial in json.loads(capsys.readouterr().out)["trials"]}
-    fused = json.loads((bundle / "fusions.json").read_text())["counts"]
-    assert set(trials) == {f"without fusion {rule}" for rule in OPTIONAL_RULES if fused.get(rule)}
-    assert len(trials) >= 4
-    for what, trial in trials.items():
-        assert not trial["kept"]
-        is_silu = what == "without fusion silu"
-        assert ("export again with --disable-pass silu" in trial["verdict"]) is is_silu, trial
-    found = tune(bundle, variants=fusion_variants(bundle, source, tmp_path / "none"), max_seconds=0)
-    assert {trial.verdict for trial in found.trials} == {"not measured: no time was left"}
-
-
-def test_fusions_of_another_model_are_refused(bundle: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(
-        "def make():\n    import tiny_graphs\n    return tiny_graphs.tiny_model('gemma')\n"
-    )
-    source = f"{tmp_path / 'model.py'}:make"
-    (_, make), *_ = fusion_variants(bundle, source, tmp_path / "place")
-    with pytest.raises(TargetError, match=r"is another model than .*: their configurations differ"):
-        make()
-    manifest = json.loads((bundle / MANIFEST_FILE).read_text())
-    (bundle / MANIFEST_FILE).write_text(json.dumps(manifest | {"precision": "auto"}))
-    with pytest.raises(TargetError, match="bits would be chosen anew; leave --against out"):
-        fusion_variants(bundle, source, tmp_path / "place")
 
 
 def test_a_choice_that_computes_something_else_is_not_within_tolerance(bundle: Path) -> None:

@@ -59,6 +59,7 @@ def test_models_are_named_by_their_folders_or_as_told(
         (["{bundle}", "--port", "70000"], 2, "--port.*65535"),
         (["{bundle}", "--port", "{taken}"], 1, "cannot listen on 127.0.0.1 port .*; choose another --host or --port"),
         (["{bundle}", "--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
+        (["{bundle}", "--prefill-products", "float32"], 1, "cannot be heeded by .*: its matrices are not quantised"),
         (["{bundle}", "--grace", "-1"], 1, "grace must be a number of seconds above 0; got -1"),
         (["{bundle}", "--api-key-file", "{bundle}/none"], 1, "No such file"),
         (["{bundle}", "--max-length", "1000"], 1, "--max-length must be 1 to 128, the limit of .*tiny; got 1000"),

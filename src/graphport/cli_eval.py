@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from graphport import cli_tables
-from graphport.cli_options import BundlePath, Debug, Json, missing_dependency
+from graphport.cli_options import BundlePath, Debug, Json, PrefillProducts, missing_dependency
 from graphport.model_def.signature import MANIFEST_FILE
 from graphport.model_def.text_file import read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from graphport.runtime.evaluate import Evaluation, ScoringModel
     from graphport.runtime.tokenizer import Tokenizer
@@ -38,6 +38,7 @@ def evaluate(
     stride: Annotated[
         int | None, typer.Option(min=1, help="Tokens from one window to the next (default: no overlap).")
     ] = None,
+    prefill_products: PrefillProducts = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -45,19 +46,27 @@ def evaluate(
     if context is not None and stride is not None and stride > context:
         raise typer.BadParameter(f"--stride {stride} would skip text: it must be at most --context, {context}")
     begin = time.perf_counter()
-    result = _evaluated(bundle, textfile, against=against, context=context, stride=stride)
+    sizes = {"context": context, "stride": stride}
+    result, products = _evaluated(bundle, textfile, against=against, prefill_products=prefill_products, sizes=sizes)
     seconds = time.perf_counter() - begin
     if as_json:
-        names = {"bundle": str(bundle), "textfile": str(textfile), "against": against}
+        names = {"bundle": str(bundle), "textfile": str(textfile), "against": against, "prefill_products": products}
         print(json.dumps({**names, **result.to_dict(), "seconds": seconds}, ensure_ascii=False))
         return
     cli_tables.print_evaluation(result, name=str(bundle), against=against)
-    cli_tables.print_line(_coverage(result) + f"; {seconds:.1f} s")
+    how = "; long steps with float32 products" if products == "float32" else ""
+    cli_tables.print_line(_coverage(result) + f"; {seconds:.1f} s{how}")
 
 
 def _evaluated(
-    bundle: Path, textfile: Path, *, against: str | None, context: int | None, stride: int | None
-) -> "Evaluation":
+    bundle: Path,
+    textfile: Path,
+    *,
+    against: str | None,
+    prefill_products: PrefillProducts,
+    sizes: "Mapping[str, int | None]",
+) -> "tuple[Evaluation, str]":
+    """The figures, and the products that long steps had."""
     from graphport.runtime import load_language_model
     from graphport.runtime.evaluate import evaluate as run
     from graphport.runtime.evaluation_text import evaluation_text, require_same_tokens
@@ -65,7 +74,7 @@ def _evaluated(
     content = read_text(textfile, argument="TEXTFILE")
     with cli_tables.progress_lines() as progress:
         progress("opening the bundle")
-        lm = load_language_model(bundle, max_batch=1)
+        lm = load_language_model(bundle, max_batch=1, prefill_products=prefill_products)
         text = evaluation_text(content, lm.tokenizer, vocab_size=lm.vocab_size, name=str(textfile))
         reference = None
         if against is not None:
@@ -73,7 +82,7 @@ def _evaluated(
             require_same_tokens(text, lm.tokenizer, tokenizer, name=against)
         progress(f"scoring {len(text.ids)} tokens")
     with cli_tables.progress_bar("scoring") as bar:
-        return run(lm, text, reference=reference, context=context, stride=stride, progress=bar)
+        return run(lm, text, reference=reference, progress=bar, **sizes), lm.prefill_products
 
 
 def _open_reference(against: str, progress: "Callable[[str], None]") -> "tuple[ScoringModel, Tokenizer | None]":

@@ -6,7 +6,7 @@ In: nothing. Out: annotated types for Typer, an exception to raise. It runs no c
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,6 +29,13 @@ def _set_debug(context: typer.Context, value: bool) -> None:
 Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks and debug messages.")]
 BundlePath = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder that `graphport export` wrote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+PrefillProducts = Annotated[
+    Literal["as_exported", "float32"] | None,
+    typer.Option(
+        help="Products of prompts on the CPU: float32 takes a second session (default: what `tune` measured, else "
+        "as_exported)."
+    ),
+]
 
 
 def missing_dependency(command: str, error: ModuleNotFoundError) -> Exception:

@@ -13,13 +13,11 @@ import typer
 
 from graphport import cli_tables
 from graphport.cli_export import CacheType, Precision, Target
-from graphport.cli_options import Debug, Json, missing_dependency
+from graphport.cli_options import Debug, Json, PrefillProducts, missing_dependency
 from graphport.model_def.signature import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from graphport.runtime.plan_report import PlanReport
-
-_PARTS = ("weights", "repacked", "timing", "workspace", "logits", "libraries", "cache")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class _Wish:
     context: int | None
     batch: int
     prefill_chunk: int | None
+    prefill_products: PrefillProducts
 
 
 def plan(
@@ -40,8 +39,10 @@ def plan(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens a row (default: the model's).")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows at once.")] = 8,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens a step (default: 64 on cpu, 512 on cuda).")
+        int | None,
+        typer.Option(min=1, help="Prompt tokens a step (default: 64 on cpu, 512 on cuda, 128 with float32 products)."),
     ] = None,
+    prefill_products: PrefillProducts = None,
     target: Annotated[Target | None, typer.Option(help="Of a SOURCE: where it will run (default: cpu).")] = None,
     precision: Annotated[Precision | None, typer.Option(help="Of a SOURCE: weights (default: as `export`).")] = None,
     kv_cache: Annotated[CacheType | None, typer.Option(help="Of a SOURCE: element type of the KV cache.")] = None,
@@ -56,8 +57,11 @@ def plan(
         context=context,
         batch=batch,
         prefill_chunk=prefill_chunk,
+        prefill_products=prefill_products,
     )
     is_bundle = (Path(source) / MANIFEST_FILE).is_file()
+    if prefill_products == "float32" and not is_bundle:
+        raise typer.BadParameter("--prefill-products is for a BUNDLE, whose graph says whether it can have them")
     report = _bundle_report(Path(source), wish) if is_bundle else _source_report(source, wish)
     row = _row(source, report, is_estimate=not is_bundle)
     if as_json:
@@ -71,13 +75,20 @@ def _bundle_report(path: Path, wish: _Wish) -> "PlanReport":
     if given:
         raise typer.BadParameter(f"{', '.join(given)} is for a SOURCE; {path} is a bundle and has its own")
     from graphport.runtime.bundle_files import open_bundle
-    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+    from graphport.runtime.memory_plan import RunLimits
     from graphport.runtime.plan_report import report_bundle
+    from graphport.runtime.prefill_products import default_chunk
+    from graphport.runtime.tuning import prompt_phase, tuned_choice
 
     bundle = open_bundle(path)
     length = wish.context or bundle.manifest.max_length
-    chunk = wish.prefill_chunk or PREFILL_CHUNKS[bundle.manifest.target]
-    return report_bundle(bundle, RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk))
+    choice = tuned_choice(bundle, device="auto")
+    products, chunk = prompt_phase(
+        choice, products=wish.prefill_products, chunk=wish.prefill_chunk, max_length=wish.context
+    )
+    chunk = chunk or default_chunk(bundle.manifest.target, products)
+    limits = RunLimits(max_batch=wish.batch, max_length=length, prefill_chunk=chunk)
+    return report_bundle(bundle, limits, prefill_products=products)
 
 
 def _source_report(source: str, wish: _Wish) -> "PlanReport":
@@ -85,8 +96,9 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
         from graphport.export.planned_source import planned_source
     except ModuleNotFoundError as error:
         raise missing_dependency("plan", error) from error
-    from graphport.runtime.memory_plan import PREFILL_CHUNKS, RunLimits
+    from graphport.runtime.memory_plan import RunLimits
     from graphport.runtime.plan_report import report_config
+    from graphport.runtime.prefill_products import default_chunk
 
     planned = planned_source(
         source,
@@ -100,7 +112,7 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
         RunLimits(
             max_batch=wish.batch,
             max_length=planned.context,
-            prefill_chunk=wish.prefill_chunk or PREFILL_CHUNKS[planned.target],
+            prefill_chunk=wish.prefill_chunk or default_chunk(planned.target, "as_exported"),
         ),
         device="cuda" if planned.target == "cuda" else "cpu",
         float_type=planned.float_type,
@@ -113,6 +125,8 @@ def _source_report(source: str, wish: _Wish) -> "PlanReport":
 
 
 def _row(source: str, report: "PlanReport", *, is_estimate: bool) -> dict[str, Any]:
+    from graphport.runtime.memory_plan import PLANNED_PARTS
+
     limits = report.plan.limits
     return {
         "source": source,
@@ -121,7 +135,7 @@ def _row(source: str, report: "PlanReport", *, is_estimate: bool) -> dict[str, A
         "batch": limits.max_batch,
         "context": limits.max_length,
         "kv_cache": report.cache_dtype,
-        "bytes": {name: getattr(report.plan, name) for name in _PARTS},
+        "bytes": {name: getattr(report.plan, name) for name in PLANNED_PARTS},
         "total": report.plan.total,
         "free": report.free,
         "fits": report.fits,

@@ -62,7 +62,8 @@ class Report:
     """What a bundle says about itself; `checks` is None when it was exported without a certificate.
 
     `matrices` are those of a GGUF file in precision gguf; `accuracy_level` is how quantised matrices are multiplied;
-    `choice` is that of precision auto. `tuning` is what `tune` measured, None without, and `tuning_problem` why it is
+    `choice` is that of precision auto. `conditioning`: in words, what float32 itself loses in an ill-conditioned model,
+    by which its limits were set. `tuning` is what `tune` measured, None without, and `tuning_problem` why it is
     not heeded here.
     """
 
@@ -74,6 +75,7 @@ class Report:
     accuracy_level: int | None
     choice: ChoiceRow | None
     checks: tuple[CheckRow, ...] | None
+    conditioning: str | None = None
     tuning: dict[str, Any] | None = None
     tuning_problem: str | None = None
 
@@ -88,6 +90,7 @@ class Report:
             "accuracy_level": self.accuracy_level,
             "choice": None if self.choice is None else asdict(self.choice),
             "checks": None if self.checks is None else [row.to_dict() for row in self.checks],
+            "conditioning": self.conditioning,
             "tuning": self.tuning,
             "tuning_problem": self.tuning_problem,
         }
@@ -105,6 +108,8 @@ def read_report(folder: Path) -> Report:
         matrices = tuple(MatrixRow(**row) for row in account.get("matrices", ()))
         choice = _read_choice(account.get("choice"))
         checks = None if certificate is None else tuple(map(_check_row, certificate["checks"]))
+        measured = None if certificate is None else certificate.get("conditioning")
+        conditioning = None if measured is None else str(measured["words"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{folder}: {FUSIONS_FILE} or {CERTIFICATE_FILE} is damaged ({error}); export again"
@@ -119,6 +124,7 @@ def read_report(folder: Path) -> Report:
         accuracy_level=account.get("accuracy_level"),
         choice=choice,
         checks=checks,
+        conditioning=conditioning,
         tuning=tuning,
         tuning_problem=problem,
     )
@@ -134,7 +140,8 @@ def _read_tuning(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     found = find_tuning(open_bundle(folder))
     if not isinstance(found, Tuning):
         return None, found
-    return {**found.to_dict(), "words": found.choice.words()}, None
+    dropped = f"; exported again without {', '.join(found.dropped)}" if found.dropped else ""
+    return {**found.to_dict(), "words": found.choice.words() + dropped}, None
 
 
 def _check_row(check: dict[str, Any]) -> CheckRow:
@@ -153,7 +160,8 @@ def print_report(report: Report) -> None:
     print_matrices(report.matrices)
     if report.choice is not None:
         print_choice(report.choice)
-    print_notes((*report.advice, *(() if report.tuning_problem is None else (report.tuning_problem,))))
+    others = (report.conditioning, report.tuning_problem)
+    print_notes((*report.advice, *(note for note in others if note is not None)))
     if report.checks is None:
         print_line("no certificate: it was exported with --no-verify")
     elif manifest.target != "cpu":

@@ -14,7 +14,7 @@ import typer
 
 from graphport import cli_tables
 from graphport.cli_answers import answer, chat_turns, hears, prompt_of, search, timing_line
-from graphport.cli_options import BundlePath, Debug, Json
+from graphport.cli_options import BundlePath, Debug, Json, PrefillProducts
 
 if TYPE_CHECKING:
     from graphport.runtime import SamplingParams
@@ -49,6 +49,7 @@ def generate(
         bool | None, typer.Option("--chat/--raw", help="Use the chat template (default: if the bundle has one).")
     ] = None,
     device: Annotated[Device, typer.Option(help="Where to run.")] = "auto",
+    prefill_products: PrefillProducts = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -73,7 +74,7 @@ def generate(
     if source_language is not None:
         options["source_language"] = source_language
     beams = 1 if num_beams is None else num_beams
-    lm = load_language_model(bundle, device=device, max_batch=beams)
+    lm = load_language_model(bundle, device=device, max_batch=beams, prefill_products=prefill_products)
     asked = prompt_of(lm, text, chat=chat)
     choose = search if beams > 1 else answer
     result = choose(lm, asked, sampling, write=None if as_json else _write, options=options)
@@ -106,6 +107,7 @@ def bench(
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate a row.")] = 32,
     batch: Annotated[str, typer.Option(metavar="N,N,...", help="Rows at once.")] = "1",
+    prefill_products: PrefillProducts = None,
     as_json: Json = False,
     _debug: Debug = False,
 ) -> None:
@@ -115,7 +117,7 @@ def bench(
     from graphport.runtime import load_language_model
     from graphport.runtime.benchmark import check_fits, measure_speed
 
-    lm = load_language_model(bundle, max_batch=max(batches))
+    lm = load_language_model(bundle, max_batch=max(batches), prefill_products=prefill_products)
     if hears(lm):
         raise ValueError(f"bench gives random ids, and {bundle} hears; time `graphport transcribe` on a recording")
     longest = lm.max_length - new_tokens
@@ -131,9 +133,12 @@ def bench(
                 row = measure_speed(lm, prompt_length=length, batch=rows_at_once, new_tokens=new_tokens)
                 rows.append(asdict(row))
     if as_json:
-        print(json.dumps({"bundle": str(bundle), "threads": lm.threads, "rows": rows}))
-    else:
-        cli_tables.print_speeds(rows)
+        prefill = {"prefill_products": lm.prefill_products, "prefill_chunk": lm.prefill_chunk}
+        print(json.dumps({"bundle": str(bundle), "threads": lm.threads, **prefill, "rows": rows}))
+        return
+    cli_tables.print_speeds(rows)
+    products = "float32 products" if lm.prefill_products == "float32" else "products as exported"
+    cli_tables.print_line(f"threads: {lm.threads}; prompts in steps of {lm.prefill_chunk} tokens, {products}")
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from graphport.cli_options import Debug
+from graphport.cli_options import Debug, PrefillProducts
 from graphport.model_def.signature import KIND_WORDS, MANIFEST_FILE
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def serve(
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU (default: one a core).")] = None,
     device: Annotated[Device, typer.Option(help="Where to run.")] = "auto",
+    prefill_products: PrefillProducts = None,
     debug: Debug = False,
 ) -> None:
     """Serve BUNDLEs over HTTP in OpenAI's form until told to end; then what runs is finished."""
@@ -81,6 +82,8 @@ def serve(
     encoders = {name for name, folder in named.items() if _is_encoder(folder, max_length)}  # all, before one is opened
     if prompt_lookup and len(encoders) == len(named):
         raise ValueError("--prompt-lookup drafts tokens, and none of the bundles generates any: leave it out")
+    if prefill_products == "float32" and len(encoders) == len(named):
+        raise ValueError("--prefill-products is for prompts, and none of the bundles generates: leave it out")
     opened: dict[str, LanguageModel | Encoder] = {}
     with open_socket(host, port) as listening:
         for name, folder in named.items():
@@ -93,6 +96,7 @@ def serve(
                 threads=threads,
                 prefix_cache_bytes=0 if is_encoder else prefix_cache * _MIB,
                 prompt_lookup=prompt_lookup and not is_encoder,
+                prefill_products=None if is_encoder else prefill_products,
             )
             assert not isinstance(model, ImageEncoder | DualEncoder | RecurrentModel)  # as _is_encoder made sure
             opened[name] = model

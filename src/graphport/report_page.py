@@ -21,7 +21,8 @@ th { background: #eef1f4; } .number { font-variant-numeric: tabular-nums; }
 .failed { color: #a40e26; font-weight: bold; } .ok { color: #116329; } .why { color: #7a4a00; }
 svg { border: 1px solid #ccd3da; background: #fff; } figure { margin: 0 0 1.5em; } figcaption { margin: .2em 0; }
 """
-_TRIAL_SECONDS = ("best_seconds", "seconds", "noise")
+_TRIAL_SECONDS = ("best_seconds", "seconds")
+_TRIAL_RATIOS = ("ratio", "noise")
 _WIDTH, _HEIGHT, _MARGIN = 900, 160, 46
 
 
@@ -66,11 +67,12 @@ def _tuning_parts(tuning: Json | None) -> list[str]:
         (
             trial["what"],
             *(("" if trial[name] is None else _number(1e3 * trial[name], digits=1)) for name in _TRIAL_SECONDS),
+            *(("" if trial[name] is None else f"{trial[name]:.3f}") for name in _TRIAL_RATIOS),
             trial["verdict"],
         )
         for trial in tuning["trials"]
     ]
-    heads = ("tried", "before, ms", "with it, ms", "noise, ms", "")
+    heads = ("tried", "before, ms", "with it, ms", "ratio", "noise", "")
     return ["<h2>Tuned on this machine</h2>", f"<p>Timed: {escape(tuning['request'])}.</p>", _table(heads, rows)]
 
 
@@ -93,6 +95,8 @@ def _certificate_parts(certificate: Json | None, *, is_decoder: bool) -> list[st
         rows = [(name, _words(value)) for name, value in certificate.get(heading, {}).items()]
         parts.append(_table((heading, ""), rows))
     parts.append(_table(("check", "measured", "tolerance", "", "inputs", "detail"), checks))
+    conditioning = certificate.get("conditioning")
+    parts += [] if conditioning is None else [f"<p>{escape(conditioning['words'])}.</p>"]
     missing = certificate.get("uncovered", ())
     parts += [f"<p>Not covered: {escape('; '.join(missing))}.</p>"] if missing else []
     parts += [_chart(run, series, is_decoder=is_decoder) for run, series in certificate.get("errors", {}).items()]
