@@ -285,8 +285,8 @@ RMS_DECODERS: tuple[DecoderFamily, ...] = (
         embedding_scale=Number("hidden_size", power=0.5),
         neutral={
             "use_bidirectional_attention": (None, False),
-            "attn_logit_softcapping": (None,),
-        },  # transformers skips it
+            "attn_logit_softcapping": (None,),  # transformers reads it and never applies it
+        },
         ignored=("hidden_act", "cache_implementation", "_sliding_window_pattern"),
     ),
     DecoderFamily(
