@@ -20,6 +20,8 @@ from graphport.model_def.signature import GenerationDefaults
 
 Shape = tuple[int, ...]
 
+MOST_COUNT = 1024  # of layers and of experts; a damaged number of them would fill the memory with records
+
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, unsafe or not understood; the message names the file and the fault."""

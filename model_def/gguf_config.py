@@ -13,7 +13,7 @@ from graphport.model_def.block_config import (
     NormConfig,
     NormOrder,
 )
-from graphport.model_def.checkpoint_record import CheckpointError, name_known
+from graphport.model_def.checkpoint_record import MOST_COUNT, CheckpointError, name_known
 from graphport.model_def.config import TransformerConfig
 from graphport.model_def.gguf_architectures import ARCHITECTURES, Architecture
 from graphport.model_def.gguf_experts import read_experts
@@ -52,6 +52,8 @@ def read_gguf_config(file: GgufFile) -> tuple[TransformerConfig, list[str]]:
     keys = GgufKeys(file=file, prefix=architecture.name)
     notes: list[str] = []
     num_layers = keys.integer("block_count")
+    if num_layers > MOST_COUNT:
+        raise CheckpointError(f"{file.path}: block_count must be at most {MOST_COUNT}, got {num_layers}; correct it")
     max_positions = keys.integer("context_length")
     hidden_size = keys.integer("embedding_length")
     vocab_size = _vocab_size(keys)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from graphport.model_def.checkpoint_record import CheckpointError
 from graphport.model_def.config import TransformerConfig
-from graphport.model_def.huggingface_values import Values, read_activation, read_flag
+from graphport.model_def.huggingface_values import Values, read_activation, read_architectures, read_flag
 from graphport.model_def.readout_config import ClassifierConfig, MaskedHeadConfig, Transform
 
 _SEQUENCE, _TOKEN, _MASKED = "ForSequenceClassification", "ForTokenClassification", "ForMaskedLM"
@@ -42,7 +42,7 @@ def read_classifier(values: Values) -> tuple[ClassifierConfig, dict[str, str]] |
     Raises CheckpointError for labels that are not numbered from 0.
     """
     model_type = str(values.get("model_type"))
-    names = [str(name) for name in values.get("architectures") or ()]
+    names = read_architectures(values)
     kind = next((kind for kind in (_SEQUENCE, _TOKEN) if any(name.endswith(kind) for name in names)), None)
     if kind is None:
         return None
@@ -138,7 +138,7 @@ def read_masked_head(
     The output's are found among the tensors, by `find_masked_output`.
     """
     model_type = str(values.get("model_type"))
-    if not any(str(name).endswith(_MASKED) for name in values.get("architectures") or ()):
+    if not any(name.endswith(_MASKED) for name in read_architectures(values)):
         return None
     stored = MASKED_HEADS[model_type]
     is_modern = model_type == "modernbert"

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from graphport.model_def.block_config import Activation
-from graphport.model_def.checkpoint_record import CheckpointError
+from graphport.model_def.checkpoint_record import MOST_COUNT, CheckpointError
 
 Values = Mapping[str, Any]  # parsed JSON
 
@@ -46,6 +46,14 @@ _IGNORED_KEYS = frozenset(
         *("return_dict_in_generate", "output_scores", "tf_legacy_loss", "use_bfloat16", "transformers.js_config"),
         *("is_llama_config", "unsloth_fixed", "unsloth_version", "_commit_hash", "tie_encoder_decoder"),
         *("cross_attention_hidden_size", "tie_last_hidden_states"),
+    )
+)
+
+# layers and experts, of which each has a record before any weight is looked for: at most MOST_COUNT
+_COUNT_KEYS = frozenset(
+    (
+        *("num_hidden_layers", "num_layers", "n_layers", "n_layer", "encoder_layers", "decoder_layers"),
+        *("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_experts", "first_k_dense_replace"),
     )
 )
 
@@ -139,16 +147,28 @@ def or_default(values: Values, key: str, default: Any, notes: list[str]) -> Any:
 
 
 def read_flag(values: Values, key: str, *, default: bool = False) -> bool:
-    """A true or false, `default` where there is none."""
+    """A true or false, `default` where there is none; a null is refused where the default is true."""
     value = values.get(key)
     if value is not None and not isinstance(value, bool):
-        raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
+        raise CheckpointError(f"config.json: {key} must be true or false, got {value!r:.80}")
+    if value is None and default and key in values:  # transformers has it off, unlike an absent key
+        raise CheckpointError(f"config.json: {key} must be true or false, got null; state which")
     return default if value is None else value
+
+
+def read_architectures(values: Values) -> tuple[str, ...]:
+    """The class names of `architectures`, none where it is absent."""
+    names = values.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise CheckpointError(f"config.json: architectures must be a list of class names, got {names!r:.80}")
+    return tuple(names or ())
 
 
 def read_integer(values: Values, key: str, *, positive: bool = True) -> int:
     """A whole number, above 0 unless `positive` is False."""
     value = values.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or (positive and value < 1):
-        raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
+        raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r:.80}")
+    if key in _COUNT_KEYS and value > MOST_COUNT:
+        raise CheckpointError(f"config.json: {key} must be at most {MOST_COUNT}, got {value:.4g}; correct it")
     return value

@@ -22,6 +22,7 @@ from graphport.model_def.huggingface_values import (
     check_keys,
     or_default,
     read_activation,
+    read_architectures,
     read_flag,
     read_integer,
 )
@@ -273,7 +274,7 @@ def _readout(
     notes: list[str],
 ) -> ImageReadoutConfig | None:
     """What is read out: the labels of a classification head, a projection, a pooler, or the class token."""
-    names = [str(name) for name in values.get("architectures") or ()]
+    names = read_architectures(values)
     if any("ForImageClassification" in name for name in names):
         labels = read_labels(values)
         is_taught = any(name.endswith("WithTeacher") for name in names)

@@ -108,7 +108,8 @@ def _names(values: Values, names_key: str, pattern_key: str, num_layers: int) ->
 
 def _window(values: Values, rule: WindowRule, model_type: str, notes: list[str]) -> int | None:
     """The window that is switched on, if any."""
-    flag = read_flag(values, "use_sliding_window", default=not rule.needs_flag)
+    is_silent = values.get("use_sliding_window") is None
+    flag = not rule.needs_flag if is_silent else read_flag(values, "use_sliding_window")
     if (rule.needs_flag and not flag) or values.get("sliding_window", 0) is None:
         return None
     if rule.default is None and "sliding_window" not in values:

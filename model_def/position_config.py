@@ -3,6 +3,7 @@
 In: numbers. Out: frozen records, validated at construction. Torch-free; the formulas stand in `positions.py`.
 """
 
+import math
 from dataclasses import dataclass
 
 
@@ -69,8 +70,10 @@ class YarnScaling:
         require_count("original_max_positions", self.original_max_positions)
         if self.attention_factor is not None:
             require_positive("attention_factor", self.attention_factor)
-        if not self.beta_fast > self.beta_slow > 0:
-            raise ConfigError(f"beta_fast ({self.beta_fast}) must exceed beta_slow ({self.beta_slow}) > 0")
+        if not math.inf > self.beta_fast > self.beta_slow > 0:
+            raise ConfigError(
+                f"beta_fast ({self.beta_fast}) must be finite and exceed beta_slow ({self.beta_slow}) > 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,8 @@ class RotaryPosition:
         require_positive("rotary theta", self.theta)
         if not 0 < self.partial_factor <= 1:
             raise ConfigError(f"partial_factor ({self.partial_factor}) must lie in (0, 1]")
+        if isinstance(self.scaling, YarnScaling) and self.theta == 1:
+            raise ConfigError("rotary theta 1 turns all dimensions alike, which YaRN cannot scale; correct it")
 
     def rotary_dim(self, head_dim: int) -> int:
         """Number of leading dimensions of a head that rotate."""

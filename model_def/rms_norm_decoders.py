@@ -281,10 +281,12 @@ RMS_DECODERS: tuple[DecoderFamily, ...] = (
         rotary=RotaryRule(theta=1_000_000.0, local_theta=10_000.0, local_theta_key="rope_local_base_freq"),
         window=WindowRule(default=4096, period=6, period_key="sliding_window_pattern"),
         attention_scale=Number("query_pre_attn_scalar", 256.0, power=-0.5),
-        attention_softcap=Number("attn_logit_softcapping"),
         logit_softcap=Number("final_logit_softcapping"),
         embedding_scale=Number("hidden_size", power=0.5),
-        neutral={"use_bidirectional_attention": (None, False)},
+        neutral={
+            "use_bidirectional_attention": (None, False),
+            "attn_logit_softcapping": (None,),  # transformers reads it and never applies it
+        },
         ignored=("hidden_act", "cache_implementation", "_sliding_window_pattern"),
     ),
     DecoderFamily(

@@ -110,7 +110,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "llama3 negative": (lambda: llama3(-1.0, 4.0), "low_freq_factor (-1.0) must be positive"),
     "yarn": (
         lambda: YarnScaling(factor=4.0, original_max_positions=16, beta_fast=1.0, beta_slow=32.0),
-        "beta_fast (1.0) must exceed beta_slow (32.0) > 0",
+        "beta_fast (1.0) must be finite and exceed beta_slow (32.0) > 0",
     ),
     "yarn gain": (
         lambda: YarnScaling(factor=4.0, original_max_positions=16, attention_factor=-0.5),

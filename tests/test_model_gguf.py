@@ -240,6 +240,10 @@ def test_a_partial_rotation_restores_the_rotary_rows_only(tmp_path: Path) -> Non
     assert float((actual - expected).abs().max() / expected.abs().max()) < TOLERANCE
 
 
+def _set_block_count(writer: gguf.GGUFWriter) -> None:
+    writer.kv_data[0]["llama.block_count"].value = 5000
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -251,6 +255,7 @@ def test_a_partial_rotation_restores_the_rotary_rows_only(tmp_path: Path) -> Non
         (lambda writer: writer.add_string("llama.rope.scaling.type", "su"), "rope.scaling.type 'su' is not known"),
         (_add_longrope, "longrope needs the tensors rope_factors_long.weight, rope_factors_short.weight"),
         (lambda writer: writer.add_rope_scaling_yarn_log_mul(0.1), "yarn_log_multiplier"),
+        (_set_block_count, "block_count must be at most 1024, got 5000; correct it"),
         (lambda writer: writer.add_uint32("tokenizer.ggml.eos_token_id", 61), "end-of-text id 61 is no id"),
     ],
 )

@@ -21,6 +21,7 @@ from graphport.model_def.position_config import (
     YarnScaling,
 )
 
+_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 
 
@@ -155,11 +156,20 @@ def test_scalings_take_transformers_defaults() -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
         ({"attn_logit_softcapping": 50.0, "embedding_multiplier": 2}, "attn_logit_softcapping = 50.0; embedding_mult"),
         ({"sliding_window": 5}, "sliding_window = 5"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map"),
         ({"vocab_size": None}, "vocab_size must be a positive integer, got None"),
         ({"hidden_size": 48.5}, "hidden_size must be a positive integer, got 48.5"),
         ({"head_dim": None, "hidden_size": 50}, r"hidden_size \(50\) is no multiple of num_attention_heads \(4\)"),
         ({"rms_norm_eps": -1.0}, "norm epsilon must be a positive number, got -1.0"),
+        ({"num_hidden_layers": 10**12}, r"num_hidden_layers must be at most 1024, got 1e\+12; correct it"),
+        ({"model_type": "mixtral", "num_local_experts": 10**12}, "num_local_experts must be at most 1024, got 1e"),
+        (
+            {"model_type": "gpt_neox", "use_parallel_residual": None},
+            "use_parallel_residual must be .*, got null; state",
+        ),
+        ({"rope_parameters": _YARN | {"rope_theta": 1}}, "theta 1 turns all dimensions alike, which YaRN cannot"),
+        ({"rope_parameters": _YARN | {"beta_fast": float("inf")}}, r"beta_fast \(inf\) must be finite and exceed"),
     ],
 )
 def test_config_values_that_are_not_supported_are_refused_by_name(

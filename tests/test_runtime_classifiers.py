@@ -134,6 +134,9 @@ def test_what_is_no_classifier_is_refused(folder: Path, tmp_path: Path) -> None:
     edit_json(tmp_path / "bert/config.json", lambda values: values.update(id2label={"1": "a"}))
     with pytest.raises(CheckpointError, match=r"id2label must name the labels 0, 1, .*got \{'1': 'a'\}"):
         load_checkpoint(tmp_path / "bert")
+    edit_json(tmp_path / "bert/config.json", lambda values: values.update(architectures=1))
+    with pytest.raises(CheckpointError, match="architectures must be a list of class names, got 1"):
+        load_checkpoint(tmp_path / "bert")
     with pytest.raises(ConfigError, match="a classifier's norm reads its dense layer; give transform"):
         ClassifierConfig(labels=("a",), epsilon=1e-5)
     with pytest.raises(ConfigError, match="a classifier needs at least one label"):
