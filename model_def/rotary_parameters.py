@@ -143,6 +143,8 @@ def _gather(config: Values, rule: RotaryRule, layer_type: str) -> dict[str, Any]
                     f"and {value!r} in {name}; keep the one the weights were trained with"
                 )
             merged[spelled], origin[spelled] = value, name
+    if rule.local_theta is not None and layer_type == "sliding_attention":
+        merged.setdefault("rope_theta", rule.local_theta)  # an entry of its own without one
     kind = merged.get("rope_type")
     if isinstance(kind, str):
         merged["rope_type"] = rule.type_aliases.get(kind, kind)

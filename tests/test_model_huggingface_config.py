@@ -104,6 +104,23 @@ def test_b38_nested_parameters_give_each_layer_type_its_own() -> None:
     assert [rotary.theta for rotary in rotaries if rotary] == [1e6, 1e4]
 
 
+def test_b38_a_sliding_entry_without_a_theta_has_the_one_of_sliding_layers() -> None:
+    """As in transformers' Gemma3TextConfig; the one of the other layers moved logits by half of the largest."""
+    entries = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {}}
+    changes = {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": entries,
+    }
+    values = {key: value for key, value in _RAW.items() if key != "hidden_act"}
+    config, _ = read_config(values | changes, head="tied")
+    rotaries = [block.attention.rotary for block in config.blocks]
+    assert [rotary.theta for rotary in rotaries if rotary] == [1e4, 1e6]
+
+
 @pytest.mark.parametrize(
     ("rotary", "message"),
     [
