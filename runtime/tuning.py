@@ -161,14 +161,14 @@ def prompt_phase(
     that no step would have, as it is given, are left.
     """
     if choice is None:
-        return products or "as_exported", chunk
+        return "as_exported" if products is None else products, chunk
     longest = min(chunk or choice.prefill_chunk, max_length or FLOAT_STEP)
     if products is None and choice.prefill_products == "float32" and longest < FLOAT_STEP:
         _log.info("float32 products, as tuned, are left: steps of %d tokens are shorter than %d", longest, FLOAT_STEP)
         return "as_exported", chunk
     if chunk is None and products in (None, choice.prefill_products):
         chunk = choice.prefill_chunk
-    return products or choice.prefill_products, chunk
+    return choice.prefill_products if products is None else products, chunk
 
 
 def prepared_hash(folder: Path) -> str | None:

@@ -228,6 +228,8 @@ def test_steps_that_are_never_long_enough_are_refused(name: str, folder: Path) -
 def test_other_wishes_that_cannot_be_heeded_are_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="prefill_products must be as_exported or float32; got 'fp32'"):
         load_language_model(folder, prefill_products="fp32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="prefill_products must be as_exported or float32; got ''"):
+        load_language_model(folder, prefill_products="")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match="strict=True runs a bundle as it was certified, and prefill_products='float32'"
     ):
