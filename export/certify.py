@@ -158,9 +158,7 @@ def _check_exported(
 
 
 def _open_fused(exported: ir.Model, plan: CompilePlan, *, folder: Path) -> TracedGraph:
-    graph = exported.clone()
-    compile_graph(graph, _in_fp32(plan))
-    write_graph(graph, folder)
+    _write_compiled(exported, _in_fp32(plan), folder)
     return TracedGraph(FUSED_NAME, folder, plan.config, capacity=1, provider=CPU.provider, plain=True)
 
 
@@ -219,10 +217,14 @@ def _in_fp32(plan: CompilePlan) -> CompilePlan:
 
 
 def _compiled(exported: ir.Model, plan: CompilePlan, folder: Path, *, optimize: bool) -> GraphRunner:
+    _write_compiled(exported, plan, folder)
+    return GraphRunner(folder / GRAPH_FILE, plan.config, optimize=optimize)
+
+
+def _write_compiled(exported: ir.Model, plan: CompilePlan, folder: Path) -> None:
     graph = exported.clone()
     compile_graph(graph, plan)
     write_graph(graph, folder)
-    return GraphRunner(folder / GRAPH_FILE, plan.config, optimize=optimize)
 
 
 def check_shipped(

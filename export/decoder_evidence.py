@@ -41,11 +41,10 @@ from graphport.model_def.played_runs import Evidence, References, play_runs
 from graphport.model_def.signature import GRAPH_FILE, LOGITS
 from graphport.model_def.transformer import Transformer
 
+SHIPPED_NAME = "the graph that ships"
+
 _SAME_KERNELS = Limit(against="shipped", figure="rms", tolerance=TOLERANCES["repeated", "rms"], where="same kernels")
 _OTHER_KERNELS = Limit(against="shipped", figure="kl", tolerance=TOLERANCES["repeated", "kl"])
-
-
-SHIPPED_NAME = "the graph that ships"
 
 
 class DecoderEvidence:

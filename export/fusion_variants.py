@@ -15,7 +15,7 @@ from graphport.export.layouts import LAYOUTS
 from graphport.export.model_export import export
 from graphport.export.pipeline import OPTIONAL_RULES
 from graphport.export.targets import CPU, TargetError
-from graphport.model_def.signature import FUSIONS_FILE, read_manifest
+from graphport.model_def.signature import FUSIONS_FILE, ManifestError, read_manifest
 
 
 class FusionVariants:
@@ -30,7 +30,7 @@ class FusionVariants:
         self._bundle, self._source, self._place = bundle, source, place / "variant"
         self._progress = progress
         self._manifest = manifest = read_manifest(bundle)
-        account = json.loads((bundle / FUSIONS_FILE).read_text(encoding="utf-8"))
+        account, counts = _account(bundle)
         if manifest.precision == "auto":
             raise TargetError(f"{bundle} has precision auto, whose bits would be chosen anew; leave --against out")
         if account.get("calibration"):
@@ -38,7 +38,7 @@ class FusionVariants:
                 f"{bundle} was calibrated on {account['calibration']}, which it does not hold, so its weights would be "
                 "rounded otherwise; leave --against out"
             )
-        self.rules = tuple(rule for rule in OPTIONAL_RULES if account["counts"].get(rule, 0))
+        self.rules = tuple(rule for rule in OPTIONAL_RULES if counts.get(rule, 0))
         self._disabled = tuple(account.get("disabled", ()))
         cache = next((cache.name for cache in CPU.caches if cache.dtype == manifest.cache_dtype), "auto")
         self._options: dict[str, Any] = {
@@ -56,7 +56,10 @@ class FusionVariants:
         shutil.rmtree(self._place, ignore_errors=True)  # the one before: who has it open keeps it, the disk need not
         made = self._exported(self._place / "-".join(rules), rules, verify=False)
         if made.manifest.config != self._manifest.config:
-            raise TargetError(f"{self._source} is another model than {self._bundle}: their configurations differ")
+            raise TargetError(
+                f"{self._source} is another model than {self._bundle}: their configurations differ; "
+                "give the SOURCE that the bundle was exported from"
+            )
         return made.path
 
     def drop(self, rules: Sequence[str]) -> None:
@@ -70,3 +73,13 @@ class FusionVariants:
     def _exported(self, out: Path, rules: Sequence[str], **options: Any) -> Bundle:  # noqa: ANN401 - options of export
         disabled = (*self._disabled, *rules)
         return export(self._source, out, **self._options, disable_passes=disabled, **options)
+
+
+def _account(bundle: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """What `fusions.json` says, and its counts by rule. Raises ManifestError."""
+    path = bundle / FUSIONS_FILE
+    try:
+        account: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return account, dict(account["counts"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ManifestError(f"{path} is missing or damaged ({error}); restore it, or leave --against out") from error

@@ -40,7 +40,6 @@ TOLERANCES: dict[tuple[str, str], float] = {
     ("fp8 cache", "kl"): 0.05,
 }
 
-
 _ROWS_AT_A_TIME = 4  # float64 copies of [4, 49152] logits stay in the processor's cache
 
 
@@ -91,7 +90,7 @@ def compare(reference: Logits, candidate: Logits) -> Difference:
             max_abs, worst = float(part.max_abs[row]), (start + row, int(gap[row].argmax()))
         total += float(gap.sum())
         agreements += int((wanted.argmax(axis=-1) == found.argmax(axis=-1)).sum())
-    rows = RowFigures(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in CONDITIONED_FIGURES})
+    rows = _joined(parts)
     kl = float(rows.kl.mean())
     return Difference(
         max_abs=max_abs,
@@ -109,6 +108,10 @@ def row_figures(reference: Logits, candidate: NDArray[np.floating[Any]]) -> RowF
     starts = range(0, len(reference), _ROWS_AT_A_TIME)
     places = [slice(start, start + _ROWS_AT_A_TIME) for start in starts]
     parts = [_gap(reference[place], candidate[place])[1] for place in places]
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[RowFigures]) -> RowFigures:
     return RowFigures(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in CONDITIONED_FIGURES})
 
 
@@ -124,18 +127,13 @@ def _gap(wanted: Logits, found: NDArray[np.floating[Any]]) -> tuple[NDArray[np.f
     return gap, RowFigures(max_abs=gap.max(axis=1), rms=rms, kl=kl)
 
 
-def divergences(reference: Logits, candidate: Logits) -> NDArray[np.float64]:
-    """KL(reference || candidate) of every row [S] in nats: sum p (log p - log q) over the softmax of the logits."""
-    with np.errstate(invalid="ignore"):  # an infinite logit gives NaN, which no tolerance admits
-        return _divergences(reference, candidate.astype(np.float64) - reference)
-
-
 def _divergences(reference: Logits, gap: NDArray[np.float64]) -> NDArray[np.float64]:
-    """`divergences` where the candidate is reference + gap: log sum p exp(gap - mean), mean = sum p gap.
+    """KL(reference || reference + gap) of every row [S] in nats: sum p (log p - log q) over the softmax of the logits.
 
-    No small difference of large numbers is taken, so p may be float32's.
+    Computed as log sum p exp(gap - mean), mean = sum p gap: no small difference of large numbers is taken, so p may be
+    float32's.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite logit gives NaN, which no tolerance admits
         p = np.exp(reference - reference.max(axis=-1, keepdims=True)).astype(np.float64)
         p /= p.sum(axis=-1, keepdims=True)
         means = np.einsum("sv,sv->s", p, gap)

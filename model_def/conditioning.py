@@ -24,6 +24,8 @@ MOST_KL = 1e-3
 LossFigure = Literal["max_abs", "rms", "kl"]
 CONDITIONED_FIGURES: tuple[LossFigure, ...] = ("max_abs", "rms", "kl")
 
+_NAMES = (*CONDITIONED_FIGURES, "largest")  # of the fields of a FloatLoss
+
 
 class Nearest(NamedTuple):
     """The row whose error is largest beside its limit, of those beyond the tolerance.
@@ -83,9 +85,6 @@ class FloatLoss:
         if len({len(values) for values in arrays.values()}) != 1:
             raise ValueError("the figures of float32's loss are of different numbers of rows")
         return cls(**{name: values.astype(np.float32) for name, values in arrays.items()})
-
-
-_NAMES = (*CONDITIONED_FIGURES, "largest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

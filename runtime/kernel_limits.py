@@ -7,7 +7,7 @@ the CPU unnoticed.
 
 from graphport.model_def.signature import DType
 from graphport.runtime.device import Device
-from graphport.runtime.graph_file import GraphHeader
+from graphport.runtime.graph_file import GraphHeader, NodeHeader
 
 _ATTENTION, _PRODUCT = "GroupQueryAttention", "MatMulNBits"
 _QUERY_NORM, _KEY_NORM = 14, 15  # inputs of GroupQueryAttention
@@ -60,9 +60,8 @@ def slow_products(header: GraphHeader) -> str | None:
 
 def float_products_limit(header: GraphHeader) -> str | None:
     """Why no product of the graph could have float32 activations on the CPU for rounded ones; None when one could."""
-    products = header.nodes_of(_PRODUCT)
-    rounded = {node.integers["bits"] for node in products if node.integers.get("accuracy_level") == _INT8_ACTIVATIONS}
-    if not products:
+    rounded = {node.integers["bits"] for node in _rounding_products(header)}
+    if not header.nodes_of(_PRODUCT):
         return "its matrices are not quantised, so its products are floats already"
     if not rounded:
         return "its products have activations as they are already (accuracy_level 0)"
@@ -74,5 +73,8 @@ def float_products_limit(header: GraphHeader) -> str | None:
 
 def has_int8_activations(header: GraphHeader) -> bool:
     """Whether a product of the graph rounds its activations to 8 bits on the CPU."""
-    products = header.nodes_of("MatMulNBits")
-    return any(node.integers.get("accuracy_level") == _INT8_ACTIVATIONS for node in products)
+    return bool(_rounding_products(header))
+
+
+def _rounding_products(header: GraphHeader) -> list[NodeHeader]:
+    return [node for node in header.nodes_of(_PRODUCT) if node.integers.get("accuracy_level") == _INT8_ACTIVATIONS]

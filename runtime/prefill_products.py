@@ -1,7 +1,7 @@
 """Products of prompts with float32 activations, where the graph's own round activations to 8 bits.
 
-In: a checked bundle. Out: what a second session over the same graph is opened with, or in
-one line why there can be none. It opens nothing (see `opening.py`).
+In: a checked bundle. Out: what a second session over the same graph is opened with, or in one line why there can be
+none. It opens nothing (see `opening.py`).
 
 A product with 8-bit activations suits steps of few tokens, which wait for the weights to be read. One with float32
 activations widens a weight once for all tokens of a step, so that long steps gain where floats are multiplied in wide

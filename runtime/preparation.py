@@ -47,7 +47,6 @@ SAVING = {
     "session.optimized_model_external_initializers_min_size_in_bytes": "128",  # shapes stay in the graph
 }
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -141,8 +140,7 @@ def _pack(source: Path, part: Path) -> int:
 def _divergence(files: BundleFiles, packed: Path) -> float:
     """Mean KL divergence of the packed graph to the bundle's own on English, or on random ids without a tokenizer.
 
-    Not on random ids of a real model, where the last bits of activations are worth more than 0.1 nats.
-
+    On random ids of a real model the last bits of activations are worth more than 0.1 nats, so those are not taken.
     The worse of two: all ids in one step, and one id a step, for which the library has kernels of their own. Those of
     processors with AVX2 alone read zero points where the others read sums, so that they pass minima over.
     """

@@ -19,7 +19,6 @@ MOST_NOISE = 0.2  # of the time: beyond, no gain is believed
 FEW_ROUNDS_GAIN = 3  # times the noise, which few rounds tell too small: needed where there was no time for all of them
 
 _FAR_SLOWER = 1.1  # times as long, twice running on a quiet machine: not worth a third round
-_SLOWER, _NOT_FASTER = "left: slower", "left: not faster by more than the noise"
 
 
 class Candidate(Protocol):
@@ -88,14 +87,14 @@ def _judged(what: str, ours: Sequence[float], theirs: Sequence[float], *, more_b
     needed = max(LEAST_GAIN, noise * (1 if len(theirs) == MOST_ROUNDS else FEW_ROUNDS_GAIN))
     is_kept = noise <= MOST_NOISE and 1 - ratio > needed
     if ratio - 1 > max(LEAST_GAIN, noise):
-        words = _SLOWER
+        words = "left: slower"
     elif is_kept:
         memory = f", {more_bytes / MIB:+.0f} MiB planned" if abs(more_bytes) >= MIB else ""
         words = f"kept: faster by more than the noise{memory}"
     elif noise > MUCH_NOISE:
         words = f"left: too noisy to tell (ratios of the times spread by {noise:.0%})"
     else:
-        words = _NOT_FASTER
+        words = "left: not faster by more than the noise"
     return Trial(
         what=what,
         best_seconds=statistics.median(ours),

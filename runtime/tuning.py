@@ -114,15 +114,15 @@ class Tuning:
 def read_tuning(folder: Path) -> Tuning:
     """The tuning of a bundle. Raises OSError, ValueError when it is missing, torn, newer or no tuning."""
     path = folder / TUNING_FILE
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if (found := data.pop("format")) != TUNING_FORMAT:
             raise ValueError(f"{path} has format {found}, this version reads {TUNING_FORMAT}")
         choice = _checked_choice(data.pop("choice"), most_threads=int(data["processors"]))
         trials = tuple(Trial(**trial) for trial in data.pop("trials"))
         dropped = tuple(data.pop("dropped"))
         return Tuning(**data, choice=choice, trials=trials, dropped=dropped)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path} is damaged ({error})") from error
 
 

@@ -1,7 +1,7 @@
 """`graphport tune`: open a bundle as choices say, hold it to its certificate, time a request, write down what is best.
 
-In: a bundle folder with a certificate. Out: `Tuning`, and `tuning.json` in the folder, whole or not at all. How trials
-are judged is `tuner.py`'s; nothing that the manifest lists is changed.
+In: a bundle folder with a certificate. Out: `Tuning`, and `tuning.json` in the folder, whole or not at all. What is
+tried is `tuner.py`'s, how it is judged `trials.py`'s. What the manifest lists is changed by `drop_slow_fusions` alone.
 """
 
 import json
@@ -30,8 +30,7 @@ from graphport.runtime.preparation import prepare
 from graphport.runtime.prepared import find_prepared, source_hashes
 from graphport.runtime.served_model import ServedModel
 from graphport.runtime.session import Session
-from graphport.runtime.trials import Candidate
-from graphport.runtime.tuner import questions, require_within_tolerance, tune_choice
+from graphport.runtime.tuner import Open, questions, require_within_tolerance, tune_choice
 from graphport.runtime.tuning import Choice, Trial, Tuning, prepared_hash
 from graphport.runtime.tuning_fusions import Fusions, measure_fusions, retold
 
@@ -39,8 +38,6 @@ MAX_SECONDS = 100.0
 PROMPT_TOKENS, NEW_TOKENS = 256, 32
 
 _FUSIONS_SHARE = 0.5  # of the time, where fusions are measured
-
-OpenChoice = Callable[[Choice], Candidate]
 
 
 class TuneError(ValueError):
@@ -55,7 +52,7 @@ def tune(
     max_seconds: float = MAX_SECONDS,
     fusions: Fusions | None = None,
     drop_slow_fusions: bool = False,
-    open_choice: OpenChoice | None = None,
+    open_choice: Open | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuning:
     """Measure how `bundle` is fastest on this machine, for `write_tuning` to keep.
@@ -70,7 +67,7 @@ def tune(
     compute, ValueError when it fails that, OSError when the system does not tell the processor.
     """
     if drop_slow_fusions and fusions is None:
-        raise TuneError("dropping slow fusions needs the source to export again; give --against SOURCE")
+        raise TuneError("drop_slow_fusions exports the bundle again, from its source; give fusions (--against SOURCE)")
     tuned = _tunable(bundle, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     dropped: tuple[str, ...] = ()
     trials: tuple[Trial, ...] = ()

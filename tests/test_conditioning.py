@@ -16,6 +16,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from certificates import change_certificate, edit_attribute, edit_graph, edit_weight, rehash
+from parity import assert_parity
 from tiny_graphs import CONFIGS, export_decoder, make_model, make_plan, tiny_model
 
 import graphport.export.certify as certify_module
@@ -293,8 +294,8 @@ def test_float64_holds_everywhere_and_leaves_the_very_tensors(deep: Transformer)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(7, 33, generator=generator, dtype=torch.float64) for _ in range(2))
     wanted = x / torch.sqrt((x * x).mean(dim=-1, keepdim=True) + 1e-6) * weight[0]
-    assert (rms_norm(x, weight[0], 1e-6) - wanted).abs().max() < 1e-14
+    assert_parity(rms_norm(x, weight[0], 1e-6), wanted, "norm", dtype="float64")
     query, key, value = (torch.randn(1, 2, 5, 8, generator=generator, dtype=torch.float64) for _ in range(3))
     attended = attend(query, key, value, visible=None, bias=None, scale=0.3, softcap=0.0)
     scores = torch.exp(query @ key.transpose(-1, -2) * 0.3)
-    assert (attended - scores / scores.sum(dim=-1, keepdim=True) @ value).abs().max() < 1e-14
+    assert_parity(attended, scores / scores.sum(dim=-1, keepdim=True) @ value, "attention", dtype="float64")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from parity import assert_parity
 from tiny_graphs import exported
 from tiny_sources import write_tiny_source
 
@@ -18,7 +18,7 @@ from graphport.export.fusion_variants import FusionVariants
 from graphport.export.layouts import OPTIMUM
 from graphport.export.parity import ParityError
 from graphport.export.targets import TargetError
-from graphport.model_def.signature import FUSIONS_FILE, MANIFEST_FILE, TUNING_FILE, read_manifest
+from graphport.model_def.signature import FUSIONS_FILE, MANIFEST_FILE, TUNING_FILE, ManifestError, read_manifest
 from graphport.runtime import load, prepare
 from graphport.runtime import tuning_trial as trial_module
 from graphport.runtime.tuning import read_tuning
@@ -120,7 +120,7 @@ def test_slow_fusions_are_left_out_of_the_bundle_when_that_is_asked_for(
     assert OPTIMUM.graph_file in read_manifest(bundle).files
     with load(bundle, device="cpu") as lm:
         assert lm.is_prepared
-        np.testing.assert_allclose(lm.logits([IDS])[0], wanted, atol=1e-3)
+        assert_parity(lm.logits([IDS])[0], wanted, "compiled")
     assert read_tuning(bundle).mismatch(trial_module.open_bundle(bundle)) is None
     assert main(["report", str(bundle), "--json"]) == 0
     assert "exported again without" in json.loads(capsys.readouterr().out)["tuning"]["words"]
@@ -166,7 +166,7 @@ def test_a_variant_that_fails_is_said_and_what_cannot_be_dropped_stays(
 
 
 def test_dropping_needs_a_source(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(TuneError, match="give --against SOURCE"):
+    with pytest.raises(TuneError, match=r"from its source; give fusions \(--against SOURCE\)"):
         tune(bundle, drop_slow_fusions=True)
     assert main(["tune", str(bundle), "--drop-slow-fusions"]) == 2
     assert "give its source with --against" in capsys.readouterr().err
@@ -175,7 +175,7 @@ def test_dropping_needs_a_source(bundle: Path, capsys: pytest.CaptureFixture[str
 
 def test_fusions_of_another_model_are_refused(bundle: Path, sources: dict[str, str], tmp_path: Path) -> None:
     variants = FusionVariants(bundle, sources["gemma"], tmp_path / "place")
-    with pytest.raises(TargetError, match=r"is another model than .*: their configurations differ"):
+    with pytest.raises(TargetError, match=r"is another model than .*: their configurations differ; give the SOURCE"):
         variants.without(["silu"])
 
 
@@ -187,6 +187,19 @@ def test_bundles_whose_weights_would_be_chosen_anew_are_refused(bundle: Path, tm
     manifest = json.loads((bundle / MANIFEST_FILE).read_text())
     (bundle / MANIFEST_FILE).write_text(json.dumps(manifest | {"precision": "auto"}))
     with pytest.raises(TargetError, match="bits would be chosen anew; leave --against out"):
+        FusionVariants(bundle, "any", tmp_path)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"counts": 3}'])
+def test_a_bundle_whose_account_of_fusions_is_damaged_is_refused(
+    text: str | None, bundle: Path, tmp_path: Path
+) -> None:
+    (bundle / FUSIONS_FILE).unlink()
+    if text is not None:
+        (bundle / FUSIONS_FILE).write_text(text)
+    with pytest.raises(
+        ManifestError, match=rf"{FUSIONS_FILE} is missing or damaged .*; restore it, or leave --against"
+    ):
         FusionVariants(bundle, "any", tmp_path)
 
 
