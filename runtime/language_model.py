@@ -118,10 +118,12 @@ class LanguageModel:
                 on_checked=checked.set,
             )
             opening.add_done_callback(lambda _: checked.set())  # it may fail before
-            # Reading a tokenizer never gives up Python's lock, opening a session does once the graph is parsed.
-            checked.wait()
-            time.sleep(_PARSE_SECONDS)
-            self.tokenizer = Tokenizer.load(bundle.folder) if bundle.has_tokenizer else None
+            self.tokenizer: Tokenizer | None = None
+            if bundle.has_tokenizer:
+                # Reading one never gives up Python's lock, opening a session does once the graph is parsed.
+                checked.wait()
+                time.sleep(_PARSE_SECONDS)
+                self.tokenizer = Tokenizer.load(bundle.folder)
             session = opening.result()
         return_freed()  # what reading the tokenizer took
         self.vocab_size = session.vocab_size
